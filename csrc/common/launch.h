@@ -1,0 +1,42 @@
+// How every kernel is launched: one checked call, with or without programmatic dependent launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "checks.h"
+
+namespace moelora {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    // Clear the sticky last-error slot, so that a later, innocent launch is not blamed.
+    cudaGetLastError();
+    fail("moelora: ", what, ": ", cudaGetErrorName(error), ": ", cudaGetErrorString(error));
+  }
+}
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+  cudaStream_t stream = nullptr;
+  // Programmatic dependent launch: the kernel must call griddepcontrol.wait before it reads what its predecessor wrote.
+  bool dependent = false;
+};
+
+template <class... KernelArgs, class... Args>
+void launch_kernel(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig& config,
+                   Args&&... args) {
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = config.grid;
+  launch.blockDim = config.block;
+  launch.dynamicSmemBytes = config.shared_bytes;
+  launch.stream = config.stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  launch.attrs = &attribute;
+  launch.numAttrs = config.dependent ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...), name);
+}
+
+}  // namespace moelora

@@ -1,0 +1,34 @@
+#pragma once
+
+#include "../common/views.h"
+
+namespace moelora {
+
+// P_max of spec.md section 5: the least upper bound of padded rows from shapes alone.
+inline int64_t max_padded_rows(int64_t num_pairs, int64_t num_local_experts, int64_t tile_rows) {
+  const int64_t full = num_pairs < num_local_experts ? num_pairs : num_local_experts;
+  return full == 0 ? 0 : (full + (num_pairs - full) / tile_rows) * tile_rows;
+}
+
+struct MoeSortParams {
+  IdMatrix ids;
+  SlotView slots;                     // num_slots 0: sort by expert only
+  int32_t* expanded_to_permuted_ptr;  // [P]
+  int32_t* permuted_to_expanded_ptr;  // [P_max], every element written
+  int32_t* expert_offsets_ptr;        // [E_loc + 1] padded rows before each expert
+  int32_t* tile_expert_ptr;           // [P_max / tile_rows], every element written
+  int32_t* tile_row_limit_ptr;   // [P_max / tile_rows], every element written (0 for unused tiles)
+  int32_t* num_padded_rows_ptr;  // [1]
+  void* workspace_ptr;           // moe_sort_workspace_bytes(...), contents arbitrary
+  int64_t num_pairs, max_rows;   // P, P_max
+  int32_t num_local_experts, expert_offset, tile_rows;
+};
+
+// Bytes of scratch the CUDA path needs; a function of shapes alone. 0 where one launch in shared
+// memory does it.
+int64_t moe_sort_workspace_bytes(int64_t num_pairs, int32_t num_local_experts, int32_t num_slots);
+
+void moe_sort_cpu(const MoeSortParams& params);
+void launch_moe_sort(const MoeSortParams& params, void* stream);
+
+}  // namespace moelora

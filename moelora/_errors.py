@@ -1,0 +1,51 @@
+"""Turns the ops' RuntimeErrors into the TypeErrors and ValueErrors that Python callers expect, with the same words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_KINDS = {"moelora type error: ": TypeError, "moelora value error: ": ValueError}
+
+
+def call(op: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs `op`; its argument errors come out as TypeError or ValueError."""
+    if torch.compiler.is_compiling():
+        return op(*args, **kwargs)
+    try:
+        return op(*args, **kwargs)
+    except RuntimeError as error:
+        text = str(error)
+        for prefix, kind in _KINDS.items():
+            if text.startswith(prefix):
+                raise kind(text.removeprefix(prefix).split("\n")[0]) from None
+        raise
+
+
+def require_tensor(value: Any, name: str, dims: int) -> None:
+    """Checks what shape arithmetic in Python relies on, before any allocation."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.dim() != dims:
+        raise ValueError(f"{name}: expected {dims} dims, got shape {list(value.shape)}")
+
+
+def require_inference(**tensors: torch.Tensor | None) -> None:
+    """The ops have no backward: an input that requires grad while grad mode is on would lose its gradient silently."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: requires grad, but moelora is for inference only; "
+                "call it under torch.inference_mode() or detach the tensor"
+            )
+
+
+def choice(value: str, names: dict[str, int], argument: str) -> int:
+    """The int code of a named option."""
+    if not isinstance(value, str):
+        raise TypeError(f"{argument}: expected a str, got {type(value).__name__}")
+    if value not in names:
+        raise ValueError(f"{argument}: expected one of {', '.join(map(repr, names))}, got {value!r}")
+    return names[value]

@@ -1,0 +1,96 @@
+"""Shape functions of every op, for torch.compile and fake tensors, and the refusal to differentiate.
+
+The `.out` forms write what they are given and return nothing, so their shape functions are empty.
+"""
+
+import torch
+from torch import Tensor
+
+from moelora.ops import max_padded_rows
+
+
+def _routing(router_logits, top_k, method, *, packed=False, **_):
+    shape = (router_logits.shape[0], top_k)
+    weights = router_logits.new_empty((0,) if packed else shape, dtype=torch.float32)
+    return weights, router_logits.new_empty(shape, dtype=torch.int32)
+
+
+def _pack_topk(topk_weights, topk_ids):
+    return topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+
+
+def _unpack_topk(packed):
+    return packed.new_empty(packed.shape, dtype=torch.float32), packed.new_empty(packed.shape)
+
+
+def _moe_sort(topk_ids, adapter_ids, ranks, num_slots, num_local_experts, expert_offset, tile_rows):
+    num_pairs = topk_ids.shape[0] * topk_ids.shape[1]
+    max_rows = max_padded_rows(num_pairs, num_local_experts, tile_rows)
+    tiles = max_rows // tile_rows
+    sizes = (num_pairs, max_rows, num_local_experts + 1, tiles, tiles, 1)
+    return tuple(topk_ids.new_empty((size,), dtype=torch.int32) for size in sizes)
+
+
+def _permute(hidden_states, permuted_to_expanded, top_k, row_weights=None):
+    return hidden_states.new_empty((permuted_to_expanded.shape[0], hidden_states.shape[1]))
+
+
+def _grouped_gemm(rows, weight, bias, expert_offsets, tile_expert, tile_row_limit, expected_rows):
+    return rows.new_empty((rows.shape[0], weight.shape[1]))
+
+
+def _lora_shrink(x, lora_a, topk_ids, *_, **__):
+    per_token = x.dim() == 2 and lora_a.shape[1] == 1
+    rows = topk_ids.shape[0] if per_token else topk_ids.shape[0] * topk_ids.shape[1]
+    return x.new_empty((rows, lora_a.shape[2]), dtype=torch.float32)
+
+
+def _lora_expand(v, lora_b, topk_ids, *_, **__):
+    return lora_b.new_empty((*topk_ids.shape, lora_b.shape[2]))
+
+
+def _activation(
+    gate_up, expanded_to_permuted, gate_up_lora_delta, top_k, activation, alpha, limit, layout, lora_input
+):
+    inner = gate_up.shape[1] // 2
+    tokens = expanded_to_permuted.shape[0] // top_k
+    by_pair = gate_up.new_empty((tokens, top_k, inner) if lora_input else (0,))
+    return gate_up.new_empty((gate_up.shape[0], inner)), by_pair
+
+
+def _finalize(down, topk_weights, expanded_to_permuted, down_lora_delta, top_k, *_):
+    return down.new_empty((expanded_to_permuted.shape[0] // top_k, down.shape[1]))
+
+
+_SHAPES = {
+    "routing": _routing,
+    "pack_topk": _pack_topk,
+    "unpack_topk": _unpack_topk,
+    "moe_sort": _moe_sort,
+    "permute": _permute,
+    "gate_up_gemm": _grouped_gemm,
+    "down_gemm": _grouped_gemm,
+    "lora_shrink": _lora_shrink,
+    "lora_expand": _lora_expand,
+    "activation": _activation,
+    "finalize": _finalize,
+}
+
+
+def _writes_only(*_, **__) -> None:
+    return None
+
+
+def _refuse_backward(name: str):
+    def backward(ctx, *grads: Tensor):
+        raise RuntimeError(f"moelora::{name} is for inference only and has no backward")
+
+    return backward
+
+
+def register() -> None:
+    """Registers the shape functions and the backward that raises, for every op of the loaded library."""
+    for name, shape_function in _SHAPES.items():
+        torch.library.register_fake(f"moelora::{name}", shape_function)
+        torch.library.register_fake(f"moelora::{name}.out", _writes_only)
+        torch.library.register_autograd(f"moelora::{name}", _refuse_backward(name))

@@ -1,0 +1,123 @@
+"""Build driver: finds torch, nvcc and CUTLASS, runs cmake with ninja, and records what was built.
+
+Environment: TORCH_CUDA_ARCH_LIST (default "9.0a;10.0a;10.3a"), MOELORA_CUDA (0: CPU only; 1: nvcc is required),
+MOELORA_CUTLASS_DIR (a CUTLASS checkout), MAX_JOBS (parallel compilations).
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "moelora"
+DEFAULT_ARCHS = "9.0a;10.0a;10.3a"
+GIB_PER_JOB = 6  # one nvcc on a CUTLASS collective takes up to 5.3 GiB
+
+sys.path.insert(0, str(PACKAGE))
+from _source_hash import source_hash  # noqa: E402  (shared with the check that a library is not stale)
+
+VERSION = re.search(r'__version__ = "(.+)"', (PACKAGE / "_version.py").read_text()).group(1)
+
+
+def package_dir(name: str, hint: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        sys.exit(f"moelora: {name} is needed to build; {hint}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def torch_dir() -> Path:
+    folder = package_dir("torch", "pip install 'torch>=2.11' (and build with --no-build-isolation)")
+    version = re.search(r"__version__ = '(\d+)\.(\d+)", (folder / "version.py").read_text())
+    if (int(version.group(1)), int(version.group(2))) < (2, 11):
+        sys.exit(f"moelora: torch {version.group(0)[15:]} is too old, 2.11 or newer is needed")
+    return folder
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+
+
+def wanted_nvcc() -> str | None:
+    """The nvcc to build with, or None for a CPU-only build."""
+    choice = os.environ.get("MOELORA_CUDA", "")
+    if choice == "0":
+        print("moelora: MOELORA_CUDA=0, building CPU-only")
+        return None
+    nvcc = find_nvcc()
+    if nvcc is None and choice == "1":
+        sys.exit("moelora: MOELORA_CUDA=1 but no nvcc on PATH or under CUDA_HOME")
+    if nvcc is None:
+        print("moelora: no nvcc found, building CPU-only")
+    return nvcc
+
+
+def default_jobs() -> int:
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(os.cpu_count() or 1, int(memory_gib // GIB_PER_JOB)))
+
+
+class CMakeBuild(build_ext):
+    """Builds libmoelora.so and moelora._C in one cmake run."""
+
+    def get_outputs(self):
+        folder = Path(self.get_ext_fullpath("moelora._C")).parent
+        return [str(folder / name) for name in ("libmoelora.so", "_build_info.json")] + super().get_outputs()
+
+    def build_extension(self, ext):
+        output = PACKAGE if self.inplace else Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        output.mkdir(parents=True, exist_ok=True)
+        build = ROOT / "build" / "cmake"
+        nvcc = wanted_nvcc()
+        archs = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
+        torch = torch_dir()
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+            f"-DMOELORA_TORCH_DIR={torch}", f"-DMOELORA_OUTPUT_DIR={output}",
+            f"-DMOELORA_CUDA={'ON' if nvcc else 'OFF'}", f"-DPython3_EXECUTABLE={sys.executable}",
+        ]  # fmt: skip
+        if nvcc:
+            configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DMOELORA_ARCHS={archs}"]
+            if "MOELORA_CUTLASS_DIR" not in os.environ:
+                hint = "pip install nvidia-cutlass==4.2.0, or set MOELORA_CUTLASS_DIR to a checkout"
+                configure.append(f"-DMOELORA_CUTLASS_PACKAGE_DIR={package_dir('cutlass_library', hint)}")
+        built_from = source_hash(ROOT)
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("MAX_JOBS") or default_jobs()
+        subprocess.run(["cmake", "--build", str(build), "-j", str(jobs)], check=True)
+        self.write_build_info(output, build, torch, nvcc, archs, built_from)
+
+    def write_build_info(self, output, build, torch, nvcc, archs, built_from):
+        cuda = cutlass = None
+        if nvcc:
+            cuda = re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "--version"], text=True)).group(1)
+            cutlass = (build / "cutlass_version.txt").read_text()
+        info = {
+            "version": VERSION,
+            "cuda": cuda,
+            "archs": re.split(r"[;, ]+", archs) if nvcc else [],
+            "cutlass": cutlass,
+            "built_with_torch": re.search(r"__version__ = '(.+)'", (torch / "version.py").read_text()).group(1),
+            "source_hash": built_from,
+            "library_sha256": hashlib.sha256((output / "libmoelora.so").read_bytes()).hexdigest(),
+        }
+        (output / "_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+
+
+setup(
+    version=VERSION,
+    packages=find_packages(include=["moelora*"]),
+    package_data={"moelora": ["py.typed"]},
+    ext_modules=[Extension("moelora._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

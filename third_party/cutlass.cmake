@@ -1,0 +1,22 @@
+# Finds the CUTLASS headers and sets CUTLASS_INCLUDE_DIR: MOELORA_CUTLASS_DIR (a checkout) first, else PyPI's nvidia-cutlass.
+set(CUTLASS_MIN_VERSION 4.2)
+if(DEFINED ENV{MOELORA_CUTLASS_DIR})
+  set(CUTLASS_INCLUDE_DIR "$ENV{MOELORA_CUTLASS_DIR}/include")
+  set(CUTLASS_ORIGIN "MOELORA_CUTLASS_DIR=$ENV{MOELORA_CUTLASS_DIR}")
+else()
+  set(CUTLASS_INCLUDE_DIR "${MOELORA_CUTLASS_PACKAGE_DIR}/source/include")
+  set(CUTLASS_ORIGIN "PyPI's nvidia-cutlass")
+endif()
+if(NOT EXISTS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h")
+  message(FATAL_ERROR "moelora: no CUTLASS headers in '${CUTLASS_INCLUDE_DIR}'; "
+                      "pip install nvidia-cutlass==4.2.0, or set MOELORA_CUTLASS_DIR to a checkout")
+endif()
+file(STRINGS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h" CUTLASS_VERSION_LINES
+     REGEX "#define CUTLASS_(MAJOR|MINOR|PATCH) ")
+string(REGEX REPLACE "[^0-9;]" "" CUTLASS_VERSION "${CUTLASS_VERSION_LINES}")
+string(REPLACE ";" "." CUTLASS_VERSION "${CUTLASS_VERSION}")
+if(CUTLASS_VERSION VERSION_LESS CUTLASS_MIN_VERSION)
+  message(FATAL_ERROR "moelora: CUTLASS ${CUTLASS_VERSION} (${CUTLASS_ORIGIN}) is too old, ${CUTLASS_MIN_VERSION} is needed")
+endif()
+message(STATUS "moelora: CUTLASS ${CUTLASS_VERSION} from ${CUTLASS_ORIGIN}")
+file(WRITE "${CMAKE_BINARY_DIR}/cutlass_version.txt" "${CUTLASS_VERSION}")

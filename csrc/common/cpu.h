@@ -9,7 +9,8 @@
 
 namespace moelora {
 
-// Calls `body(T{})` with the C++ type of `dtype`; T converts to and from float, rounding to nearest.
+// Calls `body(T{})` with the C++ type of `dtype`; T converts to and from float, rounding to
+// nearest.
 template <class Body>
 void dispatch_dtype(DType dtype, const Body& body) {
   switch (dtype) {

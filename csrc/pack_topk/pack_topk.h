@@ -12,7 +12,8 @@ struct PackTopkParams {
 };
 
 struct UnpackTopkParams {
-  IdMatrix packed;          // kind kPacked
+  IdMatrix ids;  // both views of the packed words: kind kPacked
+  WeightMatrix weights;
   float* topk_weights_ptr;  // [P] contiguous
   int32_t* topk_ids_ptr;    // [P] contiguous
   int64_t num_pairs;

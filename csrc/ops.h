@@ -1,4 +1,5 @@
-// The C++ function behind every schema in registration.cpp. `<op>` returns fresh tensors, `<op>_out` writes the caller's.
+// The C++ function behind every schema in registration.cpp. `<op>` returns fresh tensors,
+// `<op>_out` writes the caller's.
 #pragma once
 
 #include "common/torch_bridge.h"
@@ -69,8 +70,8 @@ Tensor lora_expand(const Tensor& v, const Tensor& lora_b, const Tensor& topk_ids
                    const OptionalTensor& tile_row_limit);
 void lora_expand_out(const Tensor& v, const Tensor& lora_b, const Tensor& topk_ids,
                      const OptionalTensor& adapter_ids, const OptionalTensor& ranks,
-                     const OptionalTensor& scaling, const OptionalTensor& row_weights,
-                     int64_t part, int64_t num_local_experts, int64_t expert_offset,
+                     const OptionalTensor& scaling, const OptionalTensor& row_weights, int64_t part,
+                     int64_t num_local_experts, int64_t expert_offset,
                      const OptionalTensor& permuted_to_expanded, const OptionalTensor& tile_expert,
                      const OptionalTensor& tile_row_limit, Tensor out);
 
@@ -89,5 +90,40 @@ Tensor finalize(const Tensor& down, const OptionalTensor& topk_weights,
 void finalize_out(const Tensor& down, const OptionalTensor& topk_weights,
                   const Tensor& expanded_to_permuted, const OptionalTensor& down_lora_delta,
                   int64_t top_k, bool delta_is_weighted, double routed_scaling_factor, Tensor out);
+
+// The whole layer in one call.
+std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
+    const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
+    const OptionalTensor& topk_weights, const Tensor& topk_ids, const OptionalTensor& gate_up_a,
+    const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b,
+    const OptionalTensor& scaling, const OptionalTensor& ranks, const OptionalTensor& adapter_ids,
+    int64_t num_experts, int64_t expert_offset, const OptionalTensor& w13_bias,
+    const OptionalTensor& w2_bias, int64_t activation, double activation_alpha,
+    double activation_limit, int64_t gate_up_layout, bool weight_on_input,
+    double routed_scaling_factor, const OptionalTensor& gate_up_lora_delta,
+    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted, bool do_finalize,
+    int64_t path);
+void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
+                        const OptionalTensor& topk_weights, const Tensor& topk_ids,
+                        const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
+                        const OptionalTensor& down_a, const OptionalTensor& down_b,
+                        const OptionalTensor& scaling, const OptionalTensor& ranks,
+                        const OptionalTensor& adapter_ids, int64_t num_experts,
+                        int64_t expert_offset, const OptionalTensor& w13_bias,
+                        const OptionalTensor& w2_bias, int64_t activation, double activation_alpha,
+                        double activation_limit, int64_t gate_up_layout, bool weight_on_input,
+                        double routed_scaling_factor, const OptionalTensor& gate_up_lora_delta,
+                        const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
+                        int64_t path, int64_t side_stream, int64_t fork_event, int64_t join_event,
+                        int64_t lora_ready_event, int64_t down_gemm_done_event,
+                        const OptionalTensor& out, const OptionalTensor& down_output,
+                        const OptionalTensor& expanded_to_permuted,
+                        const OptionalTensor& activation_lora_input, Tensor workspace);
+int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_t num_experts,
+                                       int64_t num_local_experts, int64_t hidden_size,
+                                       int64_t intermediate_size, bool fp32, int64_t num_slots,
+                                       int64_t gate_up_rank, int64_t gate_up_components,
+                                       bool gate_up_a_shared_outer, int64_t down_rank, bool cuda);
+int64_t fused_moe_lora_tile_rows(int64_t num_pairs, int64_t num_experts);
 
 }  // namespace moelora

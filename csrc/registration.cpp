@@ -1,4 +1,5 @@
-// Every schema and kernel registration of moelora, on one page. docs/ops.md explains the schemas one by one.
+// Every schema and kernel registration of moelora, on one page. docs/ops.md explains the schemas
+// one by one.
 #include "ops.h"
 
 STABLE_TORCH_LIBRARY(moelora, m) {
@@ -15,8 +16,7 @@ STABLE_TORCH_LIBRARY(moelora, m) {
   m.def("pack_topk(Tensor topk_weights, Tensor topk_ids) -> Tensor");
   m.def("pack_topk.out(Tensor topk_weights, Tensor topk_ids, *, Tensor(a!) out) -> ()");
   m.def("unpack_topk(Tensor packed) -> (Tensor, Tensor)");
-  m.def(
-      "unpack_topk.out(Tensor packed, *, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()");
+  m.def("unpack_topk.out(Tensor packed, *, Tensor(a!) topk_weights, Tensor(b!) topk_ids) -> ()");
 
   m.def(
       "moe_sort(Tensor topk_ids, Tensor? adapter_ids, Tensor? ranks, int num_slots, "
@@ -89,11 +89,41 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "finalize.out(Tensor down, Tensor? topk_weights, Tensor expanded_to_permuted, "
       "Tensor? down_lora_delta, int top_k, bool delta_is_weighted, "
       "float routed_scaling_factor, *, Tensor(a!) out) -> ()");
+
+  m.def(
+      "fused_moe_lora(Tensor hidden_states, Tensor w13, Tensor w2, Tensor? topk_weights, "
+      "Tensor topk_ids, *, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None, "
+      "Tensor? down_b=None, Tensor? scaling=None, Tensor? ranks=None, Tensor? adapter_ids=None, "
+      "int num_experts, int expert_offset=0, Tensor? w13_bias=None, Tensor? w2_bias=None, "
+      "int activation=0, float activation_alpha=1.702, float activation_limit=7.0, "
+      "int gate_up_layout=0, bool weight_on_input=False, float routed_scaling_factor=1.0, "
+      "Tensor? gate_up_lora_delta=None, Tensor? down_lora_delta=None, "
+      "bool down_lora_delta_is_weighted=False, bool do_finalize=True, int path=0) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "fused_moe_lora.out(Tensor hidden_states, Tensor w13, Tensor w2, Tensor? topk_weights, "
+      "Tensor topk_ids, *, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None, "
+      "Tensor? down_b=None, Tensor? scaling=None, Tensor? ranks=None, Tensor? adapter_ids=None, "
+      "int num_experts, int expert_offset=0, Tensor? w13_bias=None, Tensor? w2_bias=None, "
+      "int activation=0, float activation_alpha=1.702, float activation_limit=7.0, "
+      "int gate_up_layout=0, bool weight_on_input=False, float routed_scaling_factor=1.0, "
+      "Tensor? gate_up_lora_delta=None, Tensor? down_lora_delta=None, "
+      "bool down_lora_delta_is_weighted=False, int path=0, int side_stream=0, "
+      "int fork_event=0, int join_event=0, int lora_ready_event=0, int down_gemm_done_event=0, "
+      "Tensor(a!)? out=None, Tensor(b!)? down_output=None, Tensor(c!)? expanded_to_permuted=None, "
+      "Tensor(d!)? activation_lora_input=None, Tensor(e!) workspace) -> ()");
+  m.def(
+      "fused_moe_lora_workspace_bytes(int num_tokens, int top_k, int num_experts, "
+      "int num_local_experts, int hidden_size, int intermediate_size, bool fp32, int num_slots, "
+      "int gate_up_rank, int gate_up_components, bool gate_up_a_shared_outer, int down_rank, "
+      "bool cuda) -> int");
+  m.def("fused_moe_lora_tile_rows(int num_pairs, int num_experts) -> int");
 }
 
 namespace {
 
-// The same functions serve both devices: each looks at its tensors and runs the CPU code or launches the kernel.
+// The same functions serve both devices: each looks at its tensors and runs the CPU code or
+// launches the kernel.
 void register_kernels(torch::stable::detail::StableLibrary& m) {
   m.impl("routing", TORCH_BOX(&moelora::routing));
   m.impl("routing.out", TORCH_BOX(&moelora::routing_out));
@@ -117,9 +147,17 @@ void register_kernels(torch::stable::detail::StableLibrary& m) {
   m.impl("activation.out", TORCH_BOX(&moelora::activation_out));
   m.impl("finalize", TORCH_BOX(&moelora::finalize));
   m.impl("finalize.out", TORCH_BOX(&moelora::finalize_out));
+  m.impl("fused_moe_lora", TORCH_BOX(&moelora::fused_moe_lora));
+  m.impl("fused_moe_lora.out", TORCH_BOX(&moelora::fused_moe_lora_out));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(moelora, CPU, m) { register_kernels(m); }
 STABLE_TORCH_LIBRARY_IMPL(moelora, CUDA, m) { register_kernels(m); }
+
+// Shape arithmetic: no tensor, so no device.
+STABLE_TORCH_LIBRARY_IMPL(moelora, CompositeExplicitAutograd, m) {
+  m.impl("fused_moe_lora_workspace_bytes", TORCH_BOX(&moelora::fused_moe_lora_workspace_bytes));
+  m.impl("fused_moe_lora_tile_rows", TORCH_BOX(&moelora::fused_moe_lora_tile_rows));
+}

@@ -1,4 +1,5 @@
-// CPU-only builds (no nvcc, or MOELORA_CUDA=0): every launch says so instead of being an undefined symbol.
+// CPU-only builds (no nvcc, or MOELORA_CUDA=0): every launch says so instead of being an undefined
+// symbol.
 #include "../activation/activation.h"
 #include "../finalize/finalize.h"
 #include "../grouped_gemm/grouped_gemm.h"
@@ -10,6 +11,7 @@
 #include "../routing/routing.h"
 #include "checks.h"
 #include "device.h"
+#include "stream.h"
 
 namespace moelora {
 namespace {
@@ -21,6 +23,8 @@ namespace {
 }  // namespace
 
 void require_supported_device(int) { no_cuda(); }
+void record_event(void*, void*) { no_cuda(); }
+void wait_event(void*, void*) { no_cuda(); }
 void launch_routing(const RoutingParams&, void*) { no_cuda(); }
 void launch_pack_topk(const PackTopkParams&, void*) { no_cuda(); }
 void launch_unpack_topk(const UnpackTopkParams&, void*) { no_cuda(); }

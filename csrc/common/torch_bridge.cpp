@@ -2,9 +2,10 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-// Only CUDA builds of torch have this symbol; declared weak, the same library loads beside a CPU-only torch.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(
-    int32_t device_index, void** ret_stream);
+// Only CUDA builds of torch have this symbol; declared weak, the same library loads beside a
+// CPU-only torch.
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 
 namespace moelora {
 namespace {
@@ -79,9 +80,8 @@ DType model_dtype(const Tensor& tensor, const char* name) {
   const ScalarType dtype = tensor.scalar_type();
   if (dtype == ScalarType::BFloat16) return DType::kBFloat16;
   if (dtype == ScalarType::Half) return DType::kFloat16;
-  check_type(dtype == ScalarType::Float && tensor.is_cpu(), name,
-             ": expected bfloat16 or float16", tensor.is_cpu() ? " or float32" : " on CUDA",
-             ", got ", dtype_name(dtype));
+  check_type(dtype == ScalarType::Float && tensor.is_cpu(), name, ": expected bfloat16 or float16",
+             tensor.is_cpu() ? " or float32" : " on CUDA", ", got ", dtype_name(dtype));
   return DType::kFloat32;
 }
 
@@ -132,8 +132,7 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& ref
 void check_last_dim_contiguous(const Tensor& tensor, const char* name) {
   const int64_t last = tensor.dim() - 1;
   check_value(last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1, name,
-              ": expected a contiguous last dim, got stride ",
-              last < 0 ? 0 : tensor.stride(last));
+              ": expected a contiguous last dim, got stride ", last < 0 ? 0 : tensor.stride(last));
 }
 
 void check_contiguous(const Tensor& tensor, const char* name) {
@@ -181,8 +180,8 @@ IdMatrix id_matrix(const Tensor& topk_ids, const char* name, const Tensor& like)
   const int64_t top_k = topk_ids.size(1);
   check_value(top_k >= 1 && top_k <= kMaxTopK, name, ": expected 1 to ", kMaxTopK,
               " experts per token, got ", top_k);
-  const auto kind = topk_ids.scalar_type() == ScalarType::Long ? IdMatrix::Kind::kInt64
-                                                               : IdMatrix::Kind::kInt32;
+  const auto kind =
+      topk_ids.scalar_type() == ScalarType::Long ? IdMatrix::Kind::kInt64 : IdMatrix::Kind::kInt32;
   return {topk_ids.const_data_ptr(), topk_ids.stride(0), topk_ids.stride(1), kind,
           static_cast<int32_t>(top_k)};
 }
@@ -202,8 +201,7 @@ WeightMatrix weight_matrix(const Tensor& topk_weights, const char* name, const I
   check_type(dtype == ScalarType::Float || dtype == ScalarType::BFloat16, name,
              ": expected float32 or bfloat16, got ", dtype_name(dtype));
   return {topk_weights.const_data_ptr(), topk_weights.stride(0), topk_weights.stride(1),
-          dtype == ScalarType::Float ? WeightMatrix::Kind::kFloat32
-                                     : WeightMatrix::Kind::kBFloat16,
+          dtype == ScalarType::Float ? WeightMatrix::Kind::kFloat32 : WeightMatrix::Kind::kBFloat16,
           ids.num_cols};
 }
 
@@ -220,8 +218,8 @@ SlotView slot_view(const OptionalTensor& adapter_ids, const OptionalTensor& rank
     view.ranks_ptr = static_cast<const int32_t*>(ranks->const_data_ptr());
   }
   if (!adapter_ids.has_value()) {
-    check_value(num_slots == 1, "adapter_ids: required with more than one adapter slot (L = ",
-                num_slots, ")");
+    check_value(num_slots == 1,
+                "adapter_ids: required with more than one adapter slot (L = ", num_slots, ")");
     return view;
   }
   check_shape(*adapter_ids, "adapter_ids", {num_tokens});
@@ -244,8 +242,8 @@ RowMaps row_maps(const OptionalTensor& permuted_to_expanded, const OptionalTenso
   check_shape(*tile_expert, "tile_expert", {-1});
   const int64_t rows = permuted_to_expanded->size(0), tiles = tile_expert->size(0);
   check_value(tiles == 0 ? rows == 0 : rows % tiles == 0,
-              "permuted_to_expanded: expected a multiple of tile_expert's ", tiles,
-              " tiles, got ", rows, " rows");
+              "permuted_to_expanded: expected a multiple of tile_expert's ", tiles, " tiles, got ",
+              rows, " rows");
   return {int32_map(*permuted_to_expanded, "permuted_to_expanded", rows, like),
           int32_map(*tile_expert, "tile_expert", tiles, like),
           int32_map(*tile_row_limit, "tile_row_limit", tiles, like), tiles,

@@ -1,5 +1,5 @@
-// The one place where op files meet torch: the stable-ABI Tensor, dtype and view conversions with their checks, the current
-// stream, the device guard and allocation.
+// The one place where op files meet torch: the stable-ABI Tensor, dtype and view conversions with
+// their checks, the current stream, the device guard and allocation.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -37,9 +37,11 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& ref
                        const char* reference_name);
 void check_last_dim_contiguous(const Tensor& tensor, const char* name);
 void check_contiguous(const Tensor& tensor, const char* name);
-// 16-byte aligned base pointer, and outer strides that are multiples of 8 elements (dims of size 1 do not count).
+// 16-byte aligned base pointer, and outer strides that are multiples of 8 elements (dims of size 1
+// do not count).
 void check_aligned(const Tensor& tensor, const char* name);
-// An output buffer: contiguous, of this shape, dtype and device, not requiring more than `like`'s device.
+// An output buffer: contiguous, of this shape, dtype and device, not requiring more than `like`'s
+// device.
 void check_out(const Tensor& out, const char* name, std::initializer_list<int64_t> shape,
                ScalarType dtype, const Tensor& like);
 // An int32 map made by moe_sort: contiguous, 1-D, same device.

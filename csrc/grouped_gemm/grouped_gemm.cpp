@@ -1,4 +1,5 @@
-// The ops gate_up_gemm and down_gemm: one grouped GEMM under two names, so that profiles and errors tell them apart.
+// The ops gate_up_gemm and down_gemm: one grouped GEMM under two names, so that profiles and errors
+// tell them apart.
 #include "grouped_gemm.h"
 
 #include "../ops.h"
@@ -26,11 +27,10 @@ void grouped_gemm_out(const Names& names, const Tensor& rows, const Tensor& weig
   check_last_dim_contiguous(weight, names.weight);
   check_aligned(weight, names.weight);
   const int64_t experts = weight.size(0), out_features = weight.size(1);
-  check_value(experts >= 1 && experts <= kMaxExperts, names.weight, ": expected 1 to ",
-              kMaxExperts, " experts, got ", experts);
+  check_value(experts >= 1 && experts <= kMaxExperts, names.weight, ": expected 1 to ", kMaxExperts,
+              " experts, got ", experts);
   check_value(rows.size(1) % 8 == 0 && out_features % 8 == 0, names.weight,
-              ": expected feature sizes that are multiples of 8, got shape ",
-              shape_string(weight));
+              ": expected feature sizes that are multiples of 8, got shape ", shape_string(weight));
   if (bias.has_value()) {
     check_out(*bias, names.bias, {experts, out_features}, rows.scalar_type(), rows);
   }
@@ -61,8 +61,8 @@ void grouped_gemm_out(const Names& names, const Tensor& rows, const Tensor& weig
   if (rows.is_cuda()) {
     const int64_t bytes = grouped_gemm_workspace_bytes(params.num_local_experts);
     check_out(workspace, "workspace", {-1}, ScalarType::Byte, rows);
-    check_value(workspace.numel() >= bytes, "workspace: expected at least ", bytes,
-                " bytes, got ", workspace.numel());
+    check_value(workspace.numel() >= bytes, "workspace: expected at least ", bytes, " bytes, got ",
+                workspace.numel());
   }
   run_on_device(rows, params, grouped_gemm_cpu, launch_grouped_gemm);
 }
@@ -87,8 +87,8 @@ Tensor grouped_gemm(const Names& names, const Tensor& rows, const Tensor& weight
 Tensor gate_up_gemm(const Tensor& permuted, const Tensor& w13, const OptionalTensor& w13_bias,
                     const Tensor& expert_offsets, const Tensor& tile_expert,
                     const Tensor& tile_row_limit, int64_t expected_rows) {
-  return grouped_gemm(kGateUp, permuted, w13, w13_bias, expert_offsets, tile_expert,
-                      tile_row_limit, expected_rows);
+  return grouped_gemm(kGateUp, permuted, w13, w13_bias, expert_offsets, tile_expert, tile_row_limit,
+                      expected_rows);
 }
 
 void gate_up_gemm_out(const Tensor& permuted, const Tensor& w13, const OptionalTensor& w13_bias,

@@ -1,6 +1,5 @@
-#include "grouped_gemm.h"
-
 #include "../common/torch_bridge.h"
+#include "grouped_gemm.h"
 
 namespace moelora {
 
@@ -17,13 +16,13 @@ void grouped_gemm_cpu(const GroupedGemmParams& params) {
     const int64_t begin = params.expert_offsets_ptr[e], end = params.expert_offsets_ptr[e + 1];
     if (begin == end) continue;
     const int64_t rows = params.maps.tile_row_limit_ptr[begin / params.maps.tile_rows] - begin;
-    const Tensor x =
-        torch::stable::from_blob(at(params.rows_ptr, begin * in), {{rows, in}}, {{in, 1}}, cpu, dtype);
-    const Tensor weight_t = torch::stable::from_blob(
-        at(params.weight.ptr, e * params.weight.expert_stride), {{in, out}},
-        {{1, params.weight.row_stride}}, cpu, dtype);
-    Tensor y = torch::stable::from_blob(at(params.out_ptr, begin * out), {{rows, out}},
-                                        {{out, 1}}, cpu, dtype);
+    const Tensor x = torch::stable::from_blob(at(params.rows_ptr, begin * in), {{rows, in}},
+                                              {{in, 1}}, cpu, dtype);
+    const Tensor weight_t =
+        torch::stable::from_blob(at(params.weight.ptr, e * params.weight.expert_stride),
+                                 {{in, out}}, {{1, params.weight.row_stride}}, cpu, dtype);
+    Tensor y = torch::stable::from_blob(at(params.out_ptr, begin * out), {{rows, out}}, {{out, 1}},
+                                        cpu, dtype);
     Tensor product = torch::stable::matmul(x, weight_t);
     if (params.bias_ptr != nullptr) {
       const Tensor bias =

@@ -1,0 +1,77 @@
+#include "decomposed.h"
+
+#include "../common/stream.h"
+
+namespace moelora {
+namespace {
+
+struct CpuDevice {
+  struct Stream {};
+  Stream main() { return {}; }
+  Stream side() { return {}; }
+  void fork() {}
+  void join() {}
+  void wait_lora_ready() {}
+  void record_down_gemm_done() {}
+
+  void run(Stream, const MoeSortParams& params) { moe_sort_cpu(params); }
+  void run(Stream, const PermuteParams& params) { permute_cpu(params); }
+  void run(Stream, const GroupedGemmParams& params) { grouped_gemm_cpu(params); }
+  void run(Stream, const LoraShrinkParams& params) { lora_shrink_cpu(params); }
+  void run(Stream, const LoraExpandParams& params) { lora_expand_cpu(params); }
+  void run(Stream, const ActivationParams& params) { activation_cpu(params); }
+  void run(Stream, const FinalizeParams& params) { finalize_cpu(params); }
+};
+
+class CudaDevice {
+ public:
+  using Stream = void*;
+  explicit CudaDevice(const LayerStreams& streams) : streams_(streams) {}
+
+  Stream main() { return streams_.main; }
+  Stream side() { return streams_.side != nullptr ? streams_.side : streams_.main; }
+  void fork() {
+    if (streams_.side == nullptr) return;
+    record_event(streams_.fork_event, streams_.main);
+    wait_event(streams_.side, streams_.fork_event);
+  }
+  void join() {
+    if (streams_.side == nullptr) return;
+    record_event(streams_.join_event, streams_.side);
+    wait_event(streams_.main, streams_.join_event);
+  }
+  void wait_lora_ready() {
+    if (streams_.lora_ready_event != nullptr) wait_event(streams_.main, streams_.lora_ready_event);
+  }
+  void record_down_gemm_done() {
+    if (streams_.down_gemm_done_event != nullptr) {
+      record_event(streams_.down_gemm_done_event, streams_.main);
+    }
+  }
+
+  void run(Stream stream, const MoeSortParams& params) { launch_moe_sort(params, stream); }
+  void run(Stream stream, const PermuteParams& params) { launch_permute(params, stream); }
+  void run(Stream stream, const GroupedGemmParams& params) { launch_grouped_gemm(params, stream); }
+  void run(Stream stream, const LoraShrinkParams& params) { launch_lora_shrink(params, stream); }
+  void run(Stream stream, const LoraExpandParams& params) { launch_lora_expand(params, stream); }
+  void run(Stream stream, const ActivationParams& params) { launch_activation(params, stream); }
+  void run(Stream stream, const FinalizeParams& params) { launch_finalize(params, stream); }
+
+ private:
+  LayerStreams streams_;
+};
+
+}  // namespace
+
+void run_decomposed_cpu(const LayerParams& layer, void* workspace_ptr) {
+  CpuDevice device;
+  DecomposedLayer<CpuDevice>(layer, device, workspace_ptr, false).run();
+}
+
+void run_decomposed_cuda(const LayerParams& layer, const LayerStreams& streams,
+                         void* workspace_ptr) {
+  CudaDevice device(streams);
+  DecomposedLayer<CudaDevice>(layer, device, workspace_ptr, true).run();
+}
+
+}  // namespace moelora

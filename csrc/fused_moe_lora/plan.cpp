@@ -1,0 +1,50 @@
+#include "plan.h"
+
+#include "../grouped_gemm/grouped_gemm.h"
+#include "../grouped_gemm/grouped_gemm_config.h"
+#include "../moe_sort/moe_sort.h"
+
+namespace moelora {
+
+DecomposedPlan plan_decomposed(const LayerParams& layer, bool cuda) {
+  DecomposedPlan plan;
+  const int64_t pairs = layer.num_pairs(), tokens = layer.num_tokens;
+  plan.tile_rows = grouped_gemm_tile_rows(layer.expected_rows());
+  plan.max_rows = max_padded_rows(pairs, layer.num_local_experts, plan.tile_rows);
+  plan.num_tiles = plan.max_rows / plan.tile_rows;
+
+  int64_t end = 0;
+  const auto take = [&end](int64_t bytes) {
+    const int64_t offset = end;
+    end += (bytes + 255) / 256 * 256;
+    return offset;
+  };
+  const int64_t element = dtype_bytes(layer.dtype), index = sizeof(int32_t), fp32 = sizeof(float);
+  const int64_t hidden = layer.hidden_size, inner = layer.intermediate_size;
+  plan.expanded_to_permuted = take(pairs * index);
+  plan.permuted_to_expanded = take(plan.max_rows * index);
+  plan.expert_offsets = take((layer.num_local_experts + 1) * index);
+  plan.tile_expert = take(plan.num_tiles * index);
+  plan.tile_row_limit = take(plan.num_tiles * index);
+  plan.num_padded_rows = take(index);
+  const int32_t slots = layer.slots.num_slots;
+  plan.sort_workspace =
+      take(cuda ? moe_sort_workspace_bytes(tokens, layer.num_local_experts, slots) : 0);
+  plan.gemm_workspace = take(cuda ? grouped_gemm_workspace_bytes(layer.num_local_experts) : 0);
+  plan.permuted = take(plan.max_rows * hidden * element);
+  plan.gate_up = take(plan.max_rows * 2 * inner * element);
+  plan.z = take(plan.max_rows * inner * element);
+  plan.down_output = take(plan.max_rows * hidden * element);
+
+  const bool gate_up = layer.gate_up.exists(), down = layer.down.exists();
+  const int64_t gate_up_v_rows = layer.gate_up.a_shared_outer ? tokens : pairs;
+  plan.gate_up_v = take(gate_up ? gate_up_v_rows * layer.gate_up.v_columns() * fp32 : 0);
+  plan.gate_up_delta = take(gate_up ? pairs * 2 * inner * element : 0);
+  plan.lora_input = take(down ? pairs * inner * element : 0);
+  plan.down_v = take(down ? pairs * layer.down.v_columns() * fp32 : 0);
+  plan.down_delta = take(down ? pairs * hidden * element : 0);
+  plan.bytes = end;
+  return plan;
+}
+
+}  // namespace moelora

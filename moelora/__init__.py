@@ -1,0 +1,28 @@
+"""moelora: MoE layers with LoRA adapters on the experts, as fused PyTorch ops for CPU and CUDA."""
+
+from moelora import _load
+
+_load.load_library()
+
+from moelora import _fake, ops  # noqa: E402  (needs the library)
+from moelora._load import build_info  # noqa: E402
+from moelora._version import __version__  # noqa: E402
+from moelora.fused_moe_lora import fused_moe_lora, fused_moe_lora_single_stream  # noqa: E402
+from moelora.lora import MoELoRA  # noqa: E402
+from moelora.peft import load_peft_adapter  # noqa: E402
+from moelora.routing import route  # noqa: E402
+from moelora.weights import swap_gate_up  # noqa: E402
+
+_fake.register()
+
+__all__ = [
+    "MoELoRA",
+    "__version__",
+    "build_info",
+    "fused_moe_lora",
+    "fused_moe_lora_single_stream",
+    "load_peft_adapter",
+    "ops",
+    "route",
+    "swap_gate_up",
+]

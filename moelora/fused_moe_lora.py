@@ -1,0 +1,223 @@
+"""The MoE-LoRA forwards: one op call each, after what Python has to do (allocation, streams, checks of Python types)."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moelora import _checks
+from moelora._errors import call, choice, require_inference, require_tensor
+from moelora.lora import MoELoRA
+from moelora.ops import ACTIVATIONS, GATE_UP_LAYOUTS, max_padded_rows
+
+Unfinished = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+
+_PATHS = {"auto": 0, "single": 1}
+
+
+def fused_moe_lora(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor | None,
+    topk_ids: Tensor,
+    *,
+    lora: MoELoRA | None = None,
+    adapter_ids: Tensor | None = None,
+    num_experts: int | None = None,
+    expert_offset: int = 0,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: str = "silu",
+    activation_alpha: float = 1.702,
+    activation_limit: float = 7.0,
+    gate_up_layout: str = "gate_up",
+    apply_router_weight_on_input: bool = False,
+    routed_scaling_factor: float = 1.0,
+    gate_up_lora_delta: Tensor | None = None,
+    lora_ready_event: torch.cuda.Event | None = None,
+    down_lora_delta: Tensor | None = None,
+    down_lora_delta_is_weighted: bool = False,
+    down_gemm_done_event: torch.cuda.Event | None = None,
+    do_finalize: bool = True,
+    stream_mode: str = "auto",
+    out: Tensor | None = None,
+) -> Tensor | Unfinished:
+    """One MoE layer with LoRA adapters on its experts.
+
+    For token t with adapter slot s, each chosen expert e and its weight w:
+
+        g = Wg[e] x + bg[e] + scaling[s, 0] * Bg[s, e] Ag[s, e] x      (u alike with up)
+        z = act(g, u)
+        y = W2[e] z + b2[e] + scaling[s, 2] * Bd[s, e] Ad[s, e] z
+        out[t] = routed_scaling_factor * sum of w * y
+
+    Inference only. All sums are fp32; the model's dtype is bf16 or fp16 (fp32 on CPU). A call allocates its workspace
+    through torch, reads nothing back to the host, and can be captured in a CUDA graph.
+
+    Args:
+        hidden_states: x [T, H]; last dim contiguous, row stride a multiple of 8.
+        w13: [E_loc, 2I, H], rows ordered as `gate_up_layout` says. Used in place, as are all weights.
+        w2: [E_loc, H, I].
+        topk_weights: [T, K] fp32 or bf16, from `moelora.route`; None with packed `topk_ids`.
+        topk_ids: [T, K] int32 or int64 global expert ids, or the packed form [T, K] int32. An id outside
+            expert_offset..expert_offset+E_loc-1 (so also -1) contributes exactly 0.
+        lora: the adapters; None is a plain MoE at no extra cost.
+        adapter_ids: [T] int32 or int64 slot of each token; outside 0..L-1 (so also -1): no adapter. None with L = 1:
+            slot 0 for every token.
+        num_experts: E, experts of the whole model; default E_loc.
+        expert_offset: global id of the first expert held here (expert parallelism). The output is this process's
+            partial sum.
+        w13_bias: [E_loc, 2I] in w13's row order.
+        w2_bias: [E_loc, H].
+        activation: "silu" (SwiGLU), "gelu_tanh" (GeGLU) or "swigluoai" (gpt-oss: clamped by `activation_limit`,
+            sigmoid sharpened by `activation_alpha`).
+        gate_up_layout: "gate_up", "up_gate" or "interleaved" rows of w13. Adapters and deltas are always [gate | up].
+        apply_router_weight_on_input: w multiplies x before the expert and y is not weighted (Llama 4; K = 1).
+        routed_scaling_factor: multiplies the output once.
+        gate_up_lora_delta: [T, K, 2I] by pair, unweighted, instead of the lora's gate_up part.
+        lora_ready_event: waited for on the current stream right before `gate_up_lora_delta` is read.
+        down_lora_delta: [T, K, H] by pair, instead of the lora's down part.
+        down_lora_delta_is_weighted: it already contains w (vLLM's form).
+        down_gemm_done_event: recorded right after the down GEMM.
+        do_finalize: False returns before the weighted sum, see Returns.
+        stream_mode: "single" or "auto" (the fastest path there is).
+        out: [T, H], written instead of a fresh tensor; may not overlap an input.
+
+    Returns:
+        out [T, H]; or with do_finalize=False (down_output [P_max, H] = W2 z + b2 by permuted row without the down
+        adapter, topk_weights as given, expanded_to_permuted [T*K] int32, activation_lora_input [T, K, I] or None
+        without lora and delta).
+
+    Raises:
+        TypeError: a wrong dtype or Python type.
+        ValueError: anything else that is wrong with an argument, named in the message, before any launch.
+        torch.OutOfMemoryError: an allocation failed; nothing is half-written.
+    """
+    require_tensor(hidden_states, "hidden_states", 2)
+    require_tensor(w13, "w13", 3)
+    require_tensor(w2, "w2", 3)
+    require_tensor(topk_ids, "topk_ids", 2)
+    if stream_mode == "two":
+        raise ValueError("stream_mode: 'two' is not built yet; use 'single' or 'auto'")
+    path = choice(stream_mode, _PATHS, "stream_mode")
+    require_inference(
+        hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias, w2_bias=w2_bias,
+        gate_up_lora_delta=gate_up_lora_delta, down_lora_delta=down_lora_delta,
+    )  # fmt: skip
+    local_experts = w13.shape[0]
+    num_experts = local_experts if num_experts is None else num_experts
+    arguments: dict[str, Any] = {
+        "num_experts": num_experts,
+        "expert_offset": expert_offset,
+        "w13_bias": w13_bias,
+        "w2_bias": w2_bias,
+        "activation": choice(activation, ACTIVATIONS, "activation"),
+        "activation_alpha": activation_alpha,
+        "activation_limit": activation_limit,
+        "gate_up_layout": choice(gate_up_layout, GATE_UP_LAYOUTS, "gate_up_layout"),
+        "weight_on_input": apply_router_weight_on_input,
+        "routed_scaling_factor": routed_scaling_factor,
+        "gate_up_lora_delta": gate_up_lora_delta,
+        "down_lora_delta": down_lora_delta,
+        "down_lora_delta_is_weighted": down_lora_delta_is_weighted,
+        "path": path,
+    }
+    if lora is not None:
+        arguments |= _lora_arguments(lora, adapter_ids)
+    if _checks.CHECK_DATA:
+        _checks.expert_ids(topk_ids, topk_weights, num_experts)
+        if lora is not None and adapter_ids is not None:
+            _checks.slots(adapter_ids, lora.num_slots)
+    if out is not None and not do_finalize:
+        raise ValueError("out: has no use with do_finalize=False")
+    has_lora_input = lora is not None or gate_up_lora_delta is not None
+
+    if torch.compiler.is_compiling() and out is None:
+        # The functional op allocates inside, so that a graph holds for every T.
+        out, *unfinished = torch.ops.moelora.fused_moe_lora(
+            hidden_states, w13, w2, topk_weights, topk_ids, do_finalize=do_finalize, **arguments
+        )
+        if do_finalize:
+            return out
+        down_output, expanded_to_permuted, lora_input = unfinished
+        return down_output, topk_weights, expanded_to_permuted, lora_input if has_lora_input else None
+
+    tokens, top_k = topk_ids.shape
+    hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
+    unfinished = {}
+    if not do_finalize:
+        tile_rows = torch.ops.moelora.fused_moe_lora_tile_rows(tokens * top_k, num_experts)
+        unfinished = {
+            "down_output": hidden_states.new_empty(
+                (max_padded_rows(tokens * top_k, local_experts, tile_rows), hidden)
+            ),
+            "expanded_to_permuted": topk_ids.new_empty((tokens * top_k,), dtype=torch.int32),
+            "activation_lora_input": hidden_states.new_empty((tokens, top_k, inner)) if has_lora_input else None,
+        }
+    elif out is None:
+        out = hidden_states.new_empty((tokens, hidden))
+    workspace = torch.empty(
+        _workspace_bytes(
+            tokens, top_k, num_experts, local_experts, hidden, inner, hidden_states.dtype == torch.float32,
+            *_lora_sizes(lora), hidden_states.is_cuda,
+        ),
+        dtype=torch.uint8, device=hidden_states.device,
+    )  # fmt: skip
+    call(
+        torch.ops.moelora.fused_moe_lora.out, hidden_states, w13, w2, topk_weights, topk_ids, **arguments,
+        lora_ready_event=_handle(lora_ready_event), down_gemm_done_event=_handle(down_gemm_done_event),
+        out=out, **unfinished, workspace=workspace,
+    )  # fmt: skip
+    if do_finalize:
+        return out
+    return (
+        unfinished["down_output"],
+        topk_weights,
+        unfinished["expanded_to_permuted"],
+        unfinished["activation_lora_input"],
+    )
+
+
+def fused_moe_lora_single_stream(*args: Any, **kwargs: Any) -> Tensor | Unfinished:
+    """`fused_moe_lora` with the decomposed pipeline on the current stream alone."""
+    return fused_moe_lora(*args, **kwargs, stream_mode="single")
+
+
+def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]:
+    if not isinstance(lora, MoELoRA):
+        raise TypeError(f"lora: expected a MoELoRA, got {type(lora).__name__}")
+    require_inference(gate_up_a=lora.gate_up_a, gate_up_b=lora.gate_up_b, down_a=lora.down_a, down_b=lora.down_b)
+    return {
+        "gate_up_a": lora.gate_up_a,
+        "gate_up_b": lora.gate_up_b,
+        "down_a": lora.down_a,
+        "down_b": lora.down_b,
+        "scaling": lora.scaling,
+        "ranks": lora.ranks,
+        "adapter_ids": adapter_ids,
+    }
+
+
+def _lora_sizes(lora: MoELoRA | None) -> tuple[int, int, int, bool, int]:
+    """num_slots, gate_up_rank, gate_up_components, gate_up_a_shared_outer, down_rank; 0 for what is not there."""
+    if lora is None:
+        return 0, 0, 1, False, 0
+    a, b = lora.gate_up_a, lora.gate_up_b
+    gate_up = (0, 1, False) if a is None else (b.shape[3], a.shape[2] // b.shape[3], a.shape[1] == 1)
+    return lora.num_slots, *gate_up, 0 if lora.down_b is None else lora.down_b.shape[3]
+
+
+@cache
+def _workspace_bytes(*sizes: int) -> int:
+    return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
+
+
+def _handle(event: torch.cuda.Event | None) -> int:
+    """The raw event; one that was never recorded has none yet, so it is recorded once to make it."""
+    if event is None:
+        return 0
+    if event.cuda_event == 0:
+        event.record()
+    return event.cuda_event

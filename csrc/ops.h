@@ -41,15 +41,13 @@ Tensor gate_up_gemm(const Tensor& permuted, const Tensor& w13, const OptionalTen
                     const Tensor& tile_row_limit, int64_t expected_rows);
 void gate_up_gemm_out(const Tensor& permuted, const Tensor& w13, const OptionalTensor& w13_bias,
                       const Tensor& expert_offsets, const Tensor& tile_expert,
-                      const Tensor& tile_row_limit, int64_t expected_rows, Tensor out,
-                      Tensor workspace);
+                      const Tensor& tile_row_limit, int64_t expected_rows, Tensor out);
 Tensor down_gemm(const Tensor& z, const Tensor& w2, const OptionalTensor& w2_bias,
                  const Tensor& expert_offsets, const Tensor& tile_expert,
                  const Tensor& tile_row_limit, int64_t expected_rows);
 void down_gemm_out(const Tensor& z, const Tensor& w2, const OptionalTensor& w2_bias,
                    const Tensor& expert_offsets, const Tensor& tile_expert,
-                   const Tensor& tile_row_limit, int64_t expected_rows, Tensor out,
-                   Tensor workspace);
+                   const Tensor& tile_row_limit, int64_t expected_rows, Tensor out);
 
 Tensor lora_shrink(const Tensor& x, const Tensor& lora_a, const Tensor& topk_ids,
                    const OptionalTensor& adapter_ids, const OptionalTensor& ranks, int64_t rank,

@@ -41,15 +41,13 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "Tensor tile_expert, Tensor tile_row_limit, int expected_rows) -> Tensor");
   m.def(
       "gate_up_gemm.out(Tensor permuted, Tensor w13, Tensor? w13_bias, Tensor expert_offsets, "
-      "Tensor tile_expert, Tensor tile_row_limit, int expected_rows, *, Tensor(a!) out, "
-      "Tensor(b!) workspace) -> ()");
+      "Tensor tile_expert, Tensor tile_row_limit, int expected_rows, *, Tensor(a!) out) -> ()");
   m.def(
       "down_gemm(Tensor z, Tensor w2, Tensor? w2_bias, Tensor expert_offsets, "
       "Tensor tile_expert, Tensor tile_row_limit, int expected_rows) -> Tensor");
   m.def(
       "down_gemm.out(Tensor z, Tensor w2, Tensor? w2_bias, Tensor expert_offsets, "
-      "Tensor tile_expert, Tensor tile_row_limit, int expected_rows, *, Tensor(a!) out, "
-      "Tensor(b!) workspace) -> ()");
+      "Tensor tile_expert, Tensor tile_row_limit, int expected_rows, *, Tensor(a!) out) -> ()");
 
   m.def(
       "lora_shrink(Tensor x, Tensor lora_a, Tensor topk_ids, Tensor? adapter_ids, Tensor? ranks, "

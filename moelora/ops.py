@@ -56,14 +56,9 @@ def max_padded_rows(num_pairs: int, num_local_experts: int, tile_rows: int = TIL
     return (used + (num_pairs - used) // tile_rows) * tile_rows
 
 
-def moe_sort_workspace_bytes(num_pairs: int, num_local_experts: int, num_slots: int) -> int:
+def moe_sort_workspace_bytes(num_tokens: int, num_local_experts: int, num_slots: int) -> int:
     """Scratch bytes of `moe_sort` on CUDA; csrc/moe_sort/moe_sort.h holds the same formula."""
-    raise NotImplementedError
-
-
-def grouped_gemm_workspace_bytes(num_local_experts: int) -> int:
-    """Scratch bytes of a grouped GEMM on CUDA; csrc/grouped_gemm/grouped_gemm.h holds the same formula."""
-    raise NotImplementedError
+    return 8 * num_tokens + 512 * (num_local_experts + num_slots + 1)
 
 
 def routing(
@@ -164,7 +159,9 @@ def moe_sort(
         tile_row_limit=empty(max_rows // tile_rows),
         num_padded_rows=empty(1),
     )
-    scratch = moe_sort_workspace_bytes(num_pairs, num_local_experts, num_slots) if device.type == "cuda" else 0
+    scratch = 0
+    if device.type == "cuda":
+        scratch = moe_sort_workspace_bytes(topk_ids.shape[0], num_local_experts, num_slots)
     call(
         torch.ops.moelora.moe_sort.out, topk_ids, adapter_ids, ranks, num_slots, num_local_experts, expert_offset,
         tile_rows, **result._asdict(), workspace=torch.empty(scratch, dtype=torch.uint8, device=device),
@@ -224,11 +221,7 @@ def _grouped_gemm(op, names, rows, weight, bias, sort, expected_rows) -> Tensor:
     require_tensor(weight, names[1], 3)
     require_inference(**dict(zip(names, (rows, weight, bias), strict=True)))
     out = rows.new_empty((rows.shape[0], weight.shape[1]))
-    scratch = grouped_gemm_workspace_bytes(weight.shape[0]) if rows.device.type == "cuda" else 0
-    call(
-        op, rows, weight, bias, sort.expert_offsets, sort.tile_expert, sort.tile_row_limit, expected_rows, out=out,
-        workspace=torch.empty(scratch, dtype=torch.uint8, device=rows.device),
-    )  # fmt: skip
+    call(op, rows, weight, bias, sort.expert_offsets, sort.tile_expert, sort.tile_row_limit, expected_rows, out=out)
     return out
 
 

@@ -1,5 +1,5 @@
-// Host checks. The ops raise RuntimeError; the Python surface turns the two prefixes into TypeError and ValueError with the
-// same words (moelora/_errors.py), so that each check is written once.
+// Host checks. The ops raise RuntimeError; the Python surface turns the two prefixes into TypeError
+// and ValueError with the same words (moelora/_errors.py), so that each check is written once.
 #pragma once
 
 #include <sstream>

@@ -1,7 +1,6 @@
-#include "device.h"
-
 #include <atomic>
 
+#include "device.h"
 #include "launch.h"
 
 namespace moelora {
@@ -12,7 +11,8 @@ std::atomic<bool> g_supported[kMaxDevices];
 
 }  // namespace
 
-// MOELORA_ARCHS is the build's arch list, "9.0a;10.0a;10.3a". Code for an 'a' arch runs on that very chip only.
+// MOELORA_ARCHS is the build's arch list, "9.0a;10.0a;10.3a". Code for an 'a' arch runs on that
+// very chip only.
 void require_supported_device(int device_index) {
   const bool cacheable = device_index >= 0 && device_index < kMaxDevices;
   if (cacheable && g_supported[device_index].load(std::memory_order_relaxed)) return;

@@ -2,8 +2,8 @@
 
 namespace moelora {
 
-// Throws where this build holds no machine code for the GPU, naming the GPU's arch and the ones built in. Cheap after the
-// first call for a device.
+// Throws where this build holds no machine code for the GPU, naming the GPU's arch and the ones
+// built in. Cheap after the first call for a device.
 void require_supported_device(int device_index);
 
 }  // namespace moelora

@@ -19,7 +19,8 @@ struct LaunchConfig {
   dim3 grid, block;
   size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
-  // Programmatic dependent launch: the kernel must call griddepcontrol.wait before it reads what its predecessor wrote.
+  // Programmatic dependent launch: the kernel must call griddepcontrol.wait before it reads what
+  // its predecessor wrote.
   bool dependent = false;
 };
 

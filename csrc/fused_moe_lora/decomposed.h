@@ -116,7 +116,6 @@ class DecomposedLayer {
     params.out_ptr = out;
     params.expert_offsets_ptr = map(plan_.expert_offsets);
     params.maps = maps();
-    params.workspace_ptr = at(plan_.gemm_workspace);
     params.max_rows = plan_.max_rows;
     params.in_features = in_features;
     params.out_features = out_features;

@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include "../grouped_gemm/grouped_gemm.h"
 #include "../grouped_gemm/grouped_gemm_config.h"
 #include "../moe_sort/moe_sort.h"
 
@@ -30,7 +29,6 @@ DecomposedPlan plan_decomposed(const LayerParams& layer, bool cuda) {
   const int32_t slots = layer.slots.num_slots;
   plan.sort_workspace =
       take(cuda ? moe_sort_workspace_bytes(tokens, layer.num_local_experts, slots) : 0);
-  plan.gemm_workspace = take(cuda ? grouped_gemm_workspace_bytes(layer.num_local_experts) : 0);
   plan.permuted = take(plan.max_rows * hidden * element);
   plan.gate_up = take(plan.max_rows * 2 * inner * element);
   plan.z = take(plan.max_rows * inner * element);

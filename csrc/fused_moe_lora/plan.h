@@ -11,8 +11,8 @@ struct DecomposedPlan {
   int64_t max_rows, num_tiles;
   // Byte offsets, 256-byte aligned.
   int64_t expanded_to_permuted, permuted_to_expanded, expert_offsets, tile_expert, tile_row_limit,
-      num_padded_rows, sort_workspace, gemm_workspace, permuted, gate_up, gate_up_v, gate_up_delta,
-      z, lora_input, down_v, down_delta, down_output;
+      num_padded_rows, sort_workspace, permuted, gate_up, gate_up_v, gate_up_delta, z, lora_input,
+      down_v, down_delta, down_output;
   int64_t bytes;
 };
 

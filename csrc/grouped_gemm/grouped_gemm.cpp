@@ -16,7 +16,7 @@ constexpr Names kDown{"z", "w2", "w2_bias"};
 void grouped_gemm_out(const Names& names, const Tensor& rows, const Tensor& weight,
                       const OptionalTensor& bias, const Tensor& expert_offsets,
                       const Tensor& tile_expert, const Tensor& tile_row_limit,
-                      int64_t expected_rows, Tensor out, Tensor workspace) {
+                      int64_t expected_rows, Tensor out) {
   check_shape(rows, names.rows, {-1, -1});
   check_contiguous(rows, names.rows);
   check_aligned(rows, names.rows);
@@ -52,18 +52,11 @@ void grouped_gemm_out(const Names& names, const Tensor& rows, const Tensor& weig
   params.maps = {nullptr, int32_map(tile_expert, "tile_expert", tiles, rows),
                  int32_map(tile_row_limit, "tile_row_limit", tiles, rows), tiles,
                  tiles == 0 ? 0 : static_cast<int32_t>(rows.size(0) / tiles)};
-  params.workspace_ptr = workspace.mutable_data_ptr();
   params.max_rows = rows.size(0);
   params.in_features = rows.size(1);
   params.out_features = out_features;
   params.expected_rows = expected_rows;
   params.num_local_experts = static_cast<int32_t>(experts);
-  if (rows.is_cuda()) {
-    const int64_t bytes = grouped_gemm_workspace_bytes(params.num_local_experts);
-    check_out(workspace, "workspace", {-1}, ScalarType::Byte, rows);
-    check_value(workspace.numel() >= bytes, "workspace: expected at least ", bytes, " bytes, got ",
-                workspace.numel());
-  }
   run_on_device(rows, params, grouped_gemm_cpu, launch_grouped_gemm);
 }
 
@@ -74,11 +67,8 @@ Tensor grouped_gemm(const Names& names, const Tensor& rows, const Tensor& weight
   check_shape(rows, names.rows, {-1, -1});
   check_shape(weight, names.weight, {-1, -1, -1});
   Tensor out = new_tensor(rows, {rows.size(0), weight.size(1)}, rows.scalar_type());
-  const int64_t bytes =
-      rows.is_cuda() ? grouped_gemm_workspace_bytes(static_cast<int32_t>(weight.size(0))) : 0;
-  Tensor workspace = new_tensor(rows, {bytes}, ScalarType::Byte);
   grouped_gemm_out(names, rows, weight, bias, expert_offsets, tile_expert, tile_row_limit,
-                   expected_rows, out, workspace);
+                   expected_rows, out);
   return out;
 }
 
@@ -93,10 +83,9 @@ Tensor gate_up_gemm(const Tensor& permuted, const Tensor& w13, const OptionalTen
 
 void gate_up_gemm_out(const Tensor& permuted, const Tensor& w13, const OptionalTensor& w13_bias,
                       const Tensor& expert_offsets, const Tensor& tile_expert,
-                      const Tensor& tile_row_limit, int64_t expected_rows, Tensor out,
-                      Tensor workspace) {
+                      const Tensor& tile_row_limit, int64_t expected_rows, Tensor out) {
   grouped_gemm_out(kGateUp, permuted, w13, w13_bias, expert_offsets, tile_expert, tile_row_limit,
-                   expected_rows, out, workspace);
+                   expected_rows, out);
 }
 
 Tensor down_gemm(const Tensor& z, const Tensor& w2, const OptionalTensor& w2_bias,
@@ -108,10 +97,9 @@ Tensor down_gemm(const Tensor& z, const Tensor& w2, const OptionalTensor& w2_bia
 
 void down_gemm_out(const Tensor& z, const Tensor& w2, const OptionalTensor& w2_bias,
                    const Tensor& expert_offsets, const Tensor& tile_expert,
-                   const Tensor& tile_row_limit, int64_t expected_rows, Tensor out,
-                   Tensor workspace) {
+                   const Tensor& tile_row_limit, int64_t expected_rows, Tensor out) {
   grouped_gemm_out(kDown, z, w2, w2_bias, expert_offsets, tile_expert, tile_row_limit,
-                   expected_rows, out, workspace);
+                   expected_rows, out);
 }
 
 }  // namespace moelora

@@ -14,14 +14,10 @@ struct GroupedGemmParams {
   void* out_ptr;                      // [P_max, N] contiguous
   const int32_t* expert_offsets_ptr;  // [E_loc + 1]
   RowMaps maps;
-  void* workspace_ptr;  // grouped_gemm_workspace_bytes(...), contents arbitrary
   int64_t max_rows, in_features, out_features;  // P_max, K, N
   int64_t expected_rows;  // rows an expert gets on average, from shapes: picks the token tile
   int32_t num_local_experts;
 };
-
-// Bytes of scratch the CUDA path needs; a function of shapes alone.
-int64_t grouped_gemm_workspace_bytes(int32_t num_local_experts);
 
 void grouped_gemm_cpu(const GroupedGemmParams& params);
 void launch_grouped_gemm(const GroupedGemmParams& params, void* stream);

@@ -24,9 +24,17 @@ struct MoeSortParams {
   int32_t num_local_experts, expert_offset, tile_rows;
 };
 
-// Bytes of scratch the CUDA path needs; a function of shapes alone. 0 where one launch in shared
-// memory does it.
-int64_t moe_sort_workspace_bytes(int64_t num_pairs, int32_t num_local_experts, int32_t num_slots);
+// Where the CUDA path cuts the work: blocks that count in parallel, and the bins one pass of the
+// sort can tell apart.
+constexpr int kSortMaxChunks = 128;
+constexpr int kSortMaxBins = 1024;
+
+// Bytes of scratch the CUDA path needs; a function of shapes alone: a count per (chunk, bin) and two
+// orders of the tokens. moelora/ops.py holds the same formula.
+inline int64_t moe_sort_workspace_bytes(int64_t num_tokens, int64_t num_local_experts,
+                                        int64_t num_slots) {
+  return 8 * num_tokens + 4 * kSortMaxChunks * (num_local_experts + num_slots + 1);
+}
 
 void moe_sort_cpu(const MoeSortParams& params);
 void launch_moe_sort(const MoeSortParams& params, void* stream);

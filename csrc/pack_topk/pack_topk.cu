@@ -1,3 +1,4 @@
+#include "../common/grid.h"
 #include "../common/launch.h"
 #include "pack_topk_kernel.cuh"
 
@@ -7,7 +8,7 @@ namespace {
 LaunchConfig thread_per_pair(int64_t num_pairs, void* stream) {
   constexpr int kThreads = 256;
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>((num_pairs + kThreads - 1) / kThreads));
+  config.grid = blocks_for(num_pairs, kThreads);
   config.block = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   return config;

@@ -1,3 +1,4 @@
+#include "../common/grid.h"
 #include "../common/launch.h"
 #include "routing_kernel.cuh"
 
@@ -6,8 +7,7 @@ namespace moelora {
 void launch_routing(const RoutingParams& params, void* stream) {
   if (params.num_tokens == 0) return;
   LaunchConfig config;
-  config.grid =
-      dim3(static_cast<unsigned>((params.num_tokens + kRoutingWarps - 1) / kRoutingWarps));
+  config.grid = blocks_for(params.num_tokens, kRoutingWarps);
   config.block = dim3(kRoutingWarps * kLanes);
   config.stream = static_cast<cudaStream_t>(stream);
   if (params.n_group > 1) {

@@ -27,10 +27,11 @@ struct MoeSortParams {
 // Where the CUDA path cuts the work: blocks that count in parallel, and the bins one pass of the
 // sort can tell apart.
 constexpr int kSortMaxChunks = 128;
-constexpr int kSortMaxBins = 1024;
+constexpr int kSortBits = 10;
+constexpr int kSortMaxBins = 1 << kSortBits;
 
-// Bytes of scratch the CUDA path needs; a function of shapes alone: a count per (chunk, bin) and two
-// orders of the tokens. moelora/ops.py holds the same formula.
+// Bytes of scratch the CUDA path needs; a function of shapes alone: a count per (chunk, bin) and
+// two orders of the tokens. moelora/ops.py holds the same formula.
 inline int64_t moe_sort_workspace_bytes(int64_t num_tokens, int64_t num_local_experts,
                                         int64_t num_slots) {
   return 8 * num_tokens + 4 * kSortMaxChunks * (num_local_experts + num_slots + 1);

@@ -1,0 +1,119 @@
+// From a group's fp32 sums in shared memory to rank vectors, z and y in the workspace. All are
+// indexed by pair, so nothing is sorted or permuted.
+#pragma once
+
+#include "../activation/activation_math.h"
+#include "decode_mma.cuh"
+
+namespace moelora::fused_decode {
+
+constexpr int kGroupThreads = kGroupWarps * 32;
+
+template <class T>
+__device__ __forceinline__ float2 load_bias2(const void* bias, int64_t element) {
+  return ptx::unpack2<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + element));
+}
+
+// v = scale * A x of one segment, zero from the slot's rank up to the next multiple of 16. Gate's
+// and up's vectors are both stored, scaled by their own factors, where they share one A as well.
+template <class C, class T>
+__device__ __forceinline__ void store_rank_vectors(const KernelParams& k, const float* sums,
+                                                   bool gate_up, int block, const Segment& segment,
+                                                   const uint32_t* item_entries, int thread) {
+  const int rank = rank_of(segment, gate_up), covered = shrink_ranks(k, gate_up);
+  const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
+  const int components = gate_up ? 2 : 1;
+  T* v = static_cast<T*>(gate_up ? k.gate_up_v : k.down_v);
+  const float* scaling =
+      k.p.scaling_ptr == nullptr ? nullptr : k.p.scaling_ptr + 3 * segment.slot + (gate_up ? 0 : 2);
+  const int pairs_per_row = covered / 2;
+  const int total = segment.count * components * pairs_per_row;
+  for (int i = thread; i < total; i += kGroupThreads) {
+    const int j = i % pairs_per_row * 2, row = i / pairs_per_row;
+    const int component = row % components, n = row / components;
+    const int at = block * covered + j;  // rank
+    if (at >= v_ranks) continue;
+    // With an A of each, the tile holds 16 rows of gate's, then 16 of up's.
+    const int sum_row = gate_up && covered < kShrinkRows ? component * covered + j : j;
+    const float2 sum = read_sums2<C, kShrinkRows>(sums, n, sum_row);
+    const float scale = scaling == nullptr ? 1.0f : scaling[component];
+    const uint32_t value =
+        ptx::pack2<T>(at < rank ? scale * sum.x : 0.0f, at + 1 < rank ? scale * sum.y : 0.0f);
+    const int pair = pair_of(item_entries[segment.begin + n]);
+    *reinterpret_cast<uint32_t*>(v + (pair * components + component) * v_ranks + at) = value;
+  }
+}
+
+// z = act(gate, up) of one gate_up tile.
+template <class C, class T>
+__device__ __forceinline__ void store_z(const KernelParams& k, const float* sums, int block,
+                                        const Item& item, const uint32_t* entries, int thread) {
+  const FusedDecodeParams& p = k.p;
+  const int inter = static_cast<int>(p.intermediate_size);
+  constexpr int kColumnPairs = C::kGateUpRows / 4;
+  const bool up_first = p.layout == GateUpLayout::kUpGate;
+  const bool interleaved = p.layout == GateUpLayout::kInterleaved;
+  T* z = static_cast<T*>(k.z);
+  for (int i = thread; i < item.count * kColumnPairs; i += kGroupThreads) {
+    const int n = i / kColumnPairs, j = i % kColumnPairs * 2;
+    const int column = block * (C::kGateUpRows / 2) + j;
+    if (column >= inter) continue;
+    // Rows of a tile come 8 of the first half, 8 of the second, and so on.
+    const int row = (j >> 3) * 16 + (j & 7);
+    float2 gate = read_sums2<C, C::kGateUpRows>(sums, n, row);
+    float2 up = read_sums2<C, C::kGateUpRows>(sums, n, row + 8);
+    if (up_first) {
+      const float2 first = gate;
+      gate = up;
+      up = first;
+    }
+    const int pair = pair_of(entries[n]);
+    if (p.weight_on_input) {
+      const float w = p.weights(pair);
+      gate.x *= w, gate.y *= w, up.x *= w, up.y *= w;
+    }
+    if (p.w13_bias_ptr != nullptr) {
+      const int64_t base = int64_t{item.expert} * 2 * inter;
+      float2 gate_bias, up_bias;
+      if (interleaved) {
+        const float2 first = load_bias2<T>(p.w13_bias_ptr, base + 2 * column);
+        const float2 second = load_bias2<T>(p.w13_bias_ptr, base + 2 * column + 2);
+        gate_bias = make_float2(first.x, second.x);
+        up_bias = make_float2(first.y, second.y);
+      } else {
+        gate_bias = load_bias2<T>(p.w13_bias_ptr, base + column + (up_first ? inter : 0));
+        up_bias = load_bias2<T>(p.w13_bias_ptr, base + column + (up_first ? 0 : inter));
+      }
+      gate.x += gate_bias.x, gate.y += gate_bias.y, up.x += up_bias.x, up.y += up_bias.y;
+    }
+    const float z0 = gated_activation(p.activation, gate.x, up.x, p.alpha, p.limit);
+    const float z1 = gated_activation(p.activation, gate.y, up.y, p.alpha, p.limit);
+    *reinterpret_cast<uint32_t*>(z + int64_t{pair} * inter + column) = ptx::pack2<T>(z0, z1);
+  }
+}
+
+// y = W2 z + b2 + adapter of one down tile.
+template <class C, class T>
+__device__ __forceinline__ void store_y(const KernelParams& k, const float* sums, int block,
+                                        const Item& item, const uint32_t* entries, int thread) {
+  const int hidden = static_cast<int>(k.p.hidden_size);
+  constexpr int kQuads = C::kDownRows / 4;
+  T* y = static_cast<T*>(k.y);
+  for (int i = thread; i < item.count * kQuads; i += kGroupThreads) {
+    const int n = i / kQuads, j = i % kQuads * 4;
+    const int column = block * C::kDownRows + j;
+    if (column >= hidden) continue;
+    float2 low = read_sums2<C, C::kDownRows>(sums, n, j);
+    float2 high = read_sums2<C, C::kDownRows>(sums, n, j + 2);
+    if (k.p.w2_bias_ptr != nullptr) {
+      const int64_t base = int64_t{item.expert} * hidden + column;
+      const float2 b0 = load_bias2<T>(k.p.w2_bias_ptr, base);
+      const float2 b1 = load_bias2<T>(k.p.w2_bias_ptr, base + 2);
+      low.x += b0.x, low.y += b0.y, high.x += b1.x, high.y += b1.y;
+    }
+    *reinterpret_cast<uint2*>(y + int64_t{pair_of(entries[n])} * hidden + column) =
+        make_uint2(ptx::pack2<T>(low.x, low.y), ptx::pack2<T>(high.x, high.y));
+  }
+}
+
+}  // namespace moelora::fused_decode

@@ -1,0 +1,164 @@
+// Where everything lies: the kernel's tile constants, its shared memory and its workspace. Host and
+// device read the same numbers.
+#pragma once
+
+#include "fused_decode.h"
+#include "fused_decode_config.h"
+
+namespace moelora::fused_decode {
+
+constexpr int kConsumerGroups =
+    2;  // they take alternate tiles: one's epilogue hides in the other's
+constexpr int kGroupWarps = 4;
+constexpr int kConsumerWarps = kConsumerGroups * kGroupWarps;
+constexpr int kWeightWarp = kConsumerWarps;     // one lane streams weights (TMA)
+constexpr int kTokenWarp = kConsumerWarps + 1;  // gathers token rows (cp.async)
+constexpr int kThreads = (kConsumerWarps + 2) * 32;
+
+constexpr int kMaxPairs = 2048;
+constexpr int kMaxRank = 128;
+constexpr int kMaxSlots = 65535;  // slot 0xffff means none
+constexpr int kMaxStages = 24;
+constexpr int kMinStages = 3;
+constexpr int kQueueEntries = 8;
+
+constexpr int kShrinkRows = 32;                            // rows of A a shrink tile
+constexpr int kExpandColumns = 32;                         // ranks an expand stage
+constexpr int kExpandPitch = 2 * 2 * kExpandColumns + 16;  // bytes: gate's ranks, up's ranks, pad
+
+MOELORA_HOST_DEVICE constexpr int64_t round_up(int64_t value, int64_t to) {
+  return (value + to - 1) / to * to;
+}
+MOELORA_HOST_DEVICE constexpr int64_t ceil_div(int64_t value, int64_t by) {
+  return (value + by - 1) / by;
+}
+
+// Bytes between token rows in a stage: 16 more than the columns, so that ldmatrix meets no bank
+// twice.
+MOELORA_HOST_DEVICE constexpr int token_pitch(int columns) { return columns * 2 + 16; }
+
+template <int kConfigIndex>
+struct Tiles {
+  static constexpr FusedDecodeConfig kConfig = kFusedDecodeConfigs[kConfigIndex];
+  static constexpr int kGateUpRows = kConfig.gate_up_rows, kDownRows = kConfig.down_rows;
+  static constexpr int kGateUpColumns = kConfig.stage_columns;
+  static constexpr int kDownColumns = kGateUpColumns * kGateUpRows / kDownRows;
+  static constexpr int kMaxTokens = kConfig.max_tokens;
+  static constexpr int kWeightBytes = kGateUpRows * kGateUpColumns * 2;
+  static constexpr int kTokenBytes =
+      kMaxTokens * token_pitch(kGateUpColumns > kDownColumns ? kGateUpColumns : kDownColumns);
+
+  // Columns of a shrink stage for a tile of `blocks` x 8 tokens: as wide as fits, because a shrink
+  // stage carries few rows.
+  MOELORA_HOST_DEVICE static constexpr int shrink_columns(int blocks) {
+    for (int columns = 256; columns > 64; columns /= 2) {
+      if (blocks * 8 * token_pitch(columns) <= kTokenBytes &&
+          kShrinkRows * columns * 2 <= kWeightBytes) {
+        return columns;
+      }
+    }
+    return 64;
+  }
+
+  // fp32 sums of one group: [warps that split K][tokens][rows + 4].
+  static constexpr int sum_floats(int rows) {
+    return (rows % (16 * kGroupWarps) == 0 ? 1 : kGroupWarps) * kMaxTokens * (rows + 4);
+  }
+  static constexpr int max3(int a, int b, int c) {
+    return a > b ? (a > c ? a : c) : (b > c ? b : c);
+  }
+  static constexpr int kSumBytes =
+      4 * max3(sum_floats(kGateUpRows), sum_floats(kDownRows), sum_floats(kShrinkRows));
+
+  static_assert(kGateUpColumns % 64 == 0 && kDownColumns % 64 == 0, "64 columns a swizzled block");
+  static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");
+  static_assert(kMaxTokens * kExpandPitch <= kTokenBytes, "rank vectors fit a stage");
+  static_assert(kShrinkRows * 64 * 2 <= kWeightBytes, "a shrink stage fits");
+};
+
+// Items: pieces of at most max_tokens pairs of one expert. The most there can be.
+constexpr int64_t max_items(int64_t pairs, int64_t experts, int64_t max_tokens) {
+  const int64_t full = pairs < experts ? pairs : experts;
+  return full + (pairs - full) / max_tokens;
+}
+
+// Consecutive pairs of one item that share an adapter slot.
+struct Segment {
+  uint16_t item, slot;
+  uint8_t begin, count;  // pairs, counted from the item's first
+  uint8_t gate_up_rank, down_rank;
+};
+
+// Byte offsets in dynamic shared memory. The prologue's scratch lies over the ring.
+struct SharedLayout {
+  int32_t stages;
+  int32_t weights, tokens, sums, entries, items, first_segments, segments;
+  int32_t bytes;
+};
+
+constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
+constexpr int kMaxSharedBytes = 232448;
+
+constexpr SharedLayout shared_layout(int weight_bytes, int token_bytes, int sum_bytes, int pairs,
+                                     int items, bool has_lora) {
+  SharedLayout layout = {};
+  const int fixed = kBarrierBytes + kConsumerGroups * sum_bytes + 4 * pairs + 4 * items +
+                    (has_lora ? static_cast<int>(round_up(2 * (items + 1), 8)) + 8 * pairs : 0) +
+                    16;
+  const int stages = (kMaxSharedBytes - fixed) / (weight_bytes + token_bytes);
+  layout.stages = stages < kMaxStages ? stages : kMaxStages;
+  layout.weights = kBarrierBytes;
+  layout.tokens = layout.weights + layout.stages * weight_bytes;
+  layout.sums = layout.tokens + layout.stages * token_bytes;
+  layout.segments = layout.sums + kConsumerGroups * sum_bytes;
+  layout.entries = layout.segments + (has_lora ? 8 * pairs : 0);
+  layout.items = layout.entries + 4 * pairs;
+  layout.first_segments = layout.items + 4 * items;
+  layout.bytes = layout.first_segments + (has_lora ? 2 * (items + 1) : 0);
+  return layout;
+}
+
+// Bytes of the prologue's scratch: counts and first places by expert, unsorted keys and their
+// experts, slots by token.
+MOELORA_HOST_DEVICE constexpr int64_t scratch_bytes(int64_t tokens, int64_t pairs,
+                                                    int64_t experts) {
+  return 2 * 4 * round_up(experts, 128) + 4 * pairs + 2 * pairs + 2 * round_up(tokens, 2);
+}
+
+// Workspace: counters (zeroed by each call), then z [P, I], y [P, H], rank vectors
+// [P, 2, R1 rounded up to 16] (gate, up; scaled) and [P, R2 rounded up to 16].
+struct Workspace {
+  int64_t counters, z, y, gate_up_v, down_v, bytes;  // byte offsets
+  int32_t num_counters, max_items, max_segments;
+};
+
+// Counters: [0] next ticket, [1] gate_up tiles done, then by item: gate_up tiles done, then by
+// segment: gate_up shrink tiles done, then by segment: down shrink tiles done.
+constexpr int kTicketCounter = 0, kAllZCounter = 1, kItemCounters = 2;
+
+inline bool has_gate_up_lora(const FusedDecodeParams& p) {
+  return p.slots.num_slots > 0 && p.gate_up_a.ptr != nullptr && p.gate_up_b.ptr != nullptr;
+}
+inline bool has_down_lora(const FusedDecodeParams& p) {
+  return p.slots.num_slots > 0 && p.down_a.ptr != nullptr && p.down_b.ptr != nullptr;
+}
+
+inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) {
+  const int64_t pairs = p.num_tokens * p.top_k;
+  const FusedDecodeConfig& config = kFusedDecodeConfigs[config_index];
+  const bool lora = has_gate_up_lora(p) || has_down_lora(p);
+  Workspace w = {};
+  w.max_items = static_cast<int32_t>(max_items(pairs, p.num_local_experts, config.max_tokens));
+  w.max_segments = lora ? static_cast<int32_t>(pairs) : 0;
+  w.num_counters = kItemCounters + w.max_items + 2 * w.max_segments;
+  w.z = round_up(4 * int64_t{w.num_counters}, 256);
+  w.y = w.z + round_up(2 * pairs * p.intermediate_size, 256);
+  w.gate_up_v = w.y + round_up(2 * pairs * p.hidden_size, 256);
+  w.down_v = w.gate_up_v;
+  if (has_gate_up_lora(p)) w.down_v += round_up(4 * pairs * round_up(p.gate_up_rank, 16), 256);
+  w.bytes = w.down_v;
+  if (has_down_lora(p)) w.bytes += round_up(2 * pairs * round_up(p.down_rank, 16), 256);
+  return w;
+}
+
+}  // namespace moelora::fused_decode

@@ -1,0 +1,180 @@
+// Work as numbered tiles. The order of the numbers is the order of dependencies, and a block takes
+// its next tile from one global counter: whoever holds the smallest unfinished number waits for
+// nobody, so the layer finishes with any number of resident blocks.
+#pragma once
+
+#include "decode_lists.cuh"
+
+namespace moelora::fused_decode {
+
+enum class TileKind : int {
+  kGateUpShrink,  // 32 rows of A x for one segment
+  kGateUp,        // rows of W13 x (+ B A x), activation, z for one item
+  kDownShrink,    // 32 rows of A z for one segment
+  kDown,          // rows of W2 z (+ B A z) for one item
+  kEnd,
+};
+__device__ __forceinline__ bool is_shrink(TileKind kind) {
+  return kind == TileKind::kGateUpShrink || kind == TileKind::kDownShrink;
+}
+__device__ __forceinline__ bool is_gate_up(TileKind kind) {
+  return kind == TileKind::kGateUpShrink || kind == TileKind::kGateUp;
+}
+
+struct Tile {
+  TileKind kind;
+  int index;  // item, or segment of a shrink
+  int block;  // of rows
+};
+
+struct Plan {
+  int items, segments;
+  int gate_up_blocks, down_blocks;                // row blocks an item
+  int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks a segment
+
+  __device__ __forceinline__ Tile tile(int ticket) const {
+    if (ticket < gate_up_shrink_blocks * segments) {
+      return {TileKind::kGateUpShrink, ticket % segments, ticket / segments};
+    }
+    ticket -= gate_up_shrink_blocks * segments;
+    if (ticket < items * gate_up_blocks) {
+      return {TileKind::kGateUp, ticket / gate_up_blocks, ticket % gate_up_blocks};
+    }
+    ticket -= items * gate_up_blocks;
+    if (ticket < down_shrink_blocks * segments) {
+      return {TileKind::kDownShrink, ticket % segments, ticket / segments};
+    }
+    ticket -= down_shrink_blocks * segments;
+    if (ticket < items * down_blocks) {
+      return {TileKind::kDown, ticket / down_blocks, ticket % down_blocks};
+    }
+    return {TileKind::kEnd, 0, 0};
+  }
+};
+
+// A position in the ring of stages.
+struct RingCursor {
+  int stage;
+  uint32_t phase;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Two barriers by stage: full (one arrival of the weight lane with the bytes, 32 of the token warp)
+// and empty (one of each warp of the group that read it).
+struct Ring {
+  uint32_t barriers, weights, tokens;  // shared addresses
+  int stages;
+
+  __device__ __forceinline__ uint32_t full(const RingCursor& at) const {
+    return barriers + at.stage * 16;
+  }
+  __device__ __forceinline__ uint32_t empty(const RingCursor& at) const {
+    return barriers + at.stage * 16 + 8;
+  }
+  __device__ __forceinline__ void wait_empty(const RingCursor& at) const {
+    ptx::mbarrier_wait(empty(at), at.phase ^ 1);
+  }
+  // A parity tells only neighbouring phases apart, and a group may come to a stage that still holds
+  // the other group's previous round: wait for that round's release first, then for the data.
+  __device__ __forceinline__ void wait_full(const RingCursor& at) const {
+    wait_empty(at);
+    ptx::mbarrier_wait(full(at), at.phase);
+  }
+  // The caller's warp has read the stage. Without the fence the arrival can overtake its ldmatrix
+  // reads, and the next round's copy overwrites them.
+  __device__ __forceinline__ void release(const RingCursor& at, int lane) const {
+    __threadfence_block();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(empty(at));
+  }
+};
+
+// Tiles on their way from the weight lane to the token warp and the consumer groups: tile number n
+// of this block goes to group n % kConsumerGroups.
+struct TileQueue {
+  uint32_t barriers;  // shared address, full and empty by entry
+  int4* entries;
+
+  __device__ __forceinline__ void push(int n, const Tile& tile, const RingCursor& at) const {
+    const uint32_t full = barriers + n % kQueueEntries * 16;
+    ptx::mbarrier_wait(full + 8, (n / kQueueEntries & 1) ^ 1);
+    entries[n % kQueueEntries] = make_int4(static_cast<int>(tile.kind), tile.index, tile.block,
+                                           at.stage << 1 | static_cast<int>(at.phase));
+    ptx::mbarrier_arrive(full);
+  }
+  __device__ __forceinline__ Tile wait(int n, RingCursor& at) const {
+    ptx::mbarrier_wait(barriers + n % kQueueEntries * 16, n / kQueueEntries & 1);
+    const int4 entry = entries[n % kQueueEntries];
+    at = {entry.w >> 1, static_cast<uint32_t>(entry.w & 1)};
+    return {static_cast<TileKind>(entry.x), entry.y, entry.z};
+  }
+  // Once by the token warp and once by the group, each by one thread after all have read it.
+  __device__ __forceinline__ void release(int n) const {
+    ptx::mbarrier_arrive(barriers + n % kQueueEntries * 16 + 8);
+  }
+};
+
+// What a launch adds to the caller's parameters.
+struct KernelParams {
+  FusedDecodeParams p;
+  SharedLayout shared;
+  uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready;
+  void *z, *y, *gate_up_v, *down_v;
+  int gate_up_rank, down_rank;        // R1 and R2, 0 where the adapters have no such part
+  int gate_up_v_ranks, down_v_ranks;  // rounded up to 16: columns of a rank vector
+  int gate_up_b_slot_step;            // matrices between slots in the tensor map of gate_up B
+};
+struct TensorMaps {
+  CUtensorMap w13, w2, gate_up_a, gate_up_b, down_a, down_b;
+};
+
+// What the warps of a block share.
+struct Block {
+  Ring ring;
+  TileQueue queue;
+  Lists lists;
+  Plan plan;
+
+  __device__ __forceinline__ Item item(int index) const { return unpack_item(lists.items[index]); }
+  __device__ __forceinline__ int first_segment(int item) const {
+    return plan.segments > 0 ? lists.first_segments[item] : 0;
+  }
+  __device__ __forceinline__ int end_segment(int item) const {
+    return plan.segments > 0 ? lists.first_segments[item + 1] : 0;
+  }
+};
+
+__device__ __forceinline__ int rank_of(const Segment& segment, bool gate_up) {
+  return gate_up ? segment.gate_up_rank : segment.down_rank;
+}
+// Rank rows that one shrink tile covers.
+__device__ __forceinline__ int shrink_ranks(const KernelParams& k, bool gate_up) {
+  return gate_up ? kShrinkRows / k.p.gate_up_a_components : kShrinkRows;
+}
+// Calls body with the number of 8-token blocks as a compile-time constant.
+template <int kValue>
+struct Constant {
+  static constexpr int value = kValue;
+};
+template <class C, class Body>
+__device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
+  constexpr int kMost = C::kMaxTokens / 8;
+  if (kMost == 1 || blocks == 1) {
+    body(Constant<1>{});
+  } else if (kMost == 2 || blocks == 2) {
+    body(Constant < kMost<2 ? kMost : 2>{});
+  } else if (blocks == 3) {
+    body(Constant < kMost<3 ? kMost : 3>{});
+  } else {
+    body(Constant < kMost<4 ? kMost : 4>{});
+  }
+}
+__device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }
+
+}  // namespace moelora::fused_decode

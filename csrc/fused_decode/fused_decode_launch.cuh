@@ -1,0 +1,93 @@
+// Launches the instances of one dtype; fused_decode_bf16.cu and fused_decode_fp16.cu include it.
+#pragma once
+
+#include <atomic>
+
+#include "fused_decode_kernel.cuh"
+#include "fused_decode_launch.h"
+#include "tensor_maps.h"
+
+namespace moelora::fused_decode {
+
+inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w,
+                                  const SharedLayout& shared) {
+  char* base = static_cast<char*>(p.workspace_ptr);
+  KernelParams k = {};
+  k.p = p;
+  k.shared = shared;
+  k.counters = reinterpret_cast<uint32_t*>(base);
+  k.z_ready = k.counters + kItemCounters;
+  k.gate_up_v_ready = k.z_ready + w.max_items;
+  k.down_v_ready = k.gate_up_v_ready + w.max_segments;
+  k.z = base + w.z;
+  k.y = base + w.y;
+  k.gate_up_v = base + w.gate_up_v;
+  k.down_v = base + w.down_v;
+  k.gate_up_rank = has_gate_up_lora(p) ? p.gate_up_rank : 0;
+  k.down_rank = has_down_lora(p) ? p.down_rank : 0;
+  k.gate_up_v_ranks = static_cast<int>(round_up(k.gate_up_rank, 16));
+  k.down_v_ranks = static_cast<int>(round_up(k.down_rank, 16));
+  if (k.gate_up_rank == 0) k.p.gate_up_a_components = 1;
+  if (k.gate_up_rank > 0) k.gate_up_b_slot_step = static_cast<int>(gate_up_b_slot_step(p));
+  return k;
+}
+
+template <int kConfigIndex, class T>
+void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
+  using C = Tiles<kConfigIndex>;
+  const Workspace w = workspace_layout(p, kConfigIndex);
+  const bool lora = has_gate_up_lora(p) || has_down_lora(p);
+  const SharedLayout shared =
+      shared_layout(C::kWeightBytes, C::kTokenBytes, C::kSumBytes,
+                    static_cast<int>(p.num_tokens) * p.top_k, w.max_items, lora);
+  const KernelParams k = kernel_params(p, w, shared);
+
+  TensorMaps maps = {};
+  maps.w13 = gate_up_weight_map(p, C::kGateUpRows);
+  maps.w2 = down_weight_map(p, C::kDownRows);
+  if (k.gate_up_rank > 0) {
+    maps.gate_up_a =
+        shrink_map(p, p.gate_up_a, p.hidden_size, p.gate_up_rank, p.gate_up_a_components);
+    maps.gate_up_b = gate_up_b_map(p, C::kGateUpRows);
+  }
+  if (k.down_rank > 0) {
+    maps.down_a = shrink_map(p, p.down_a, p.intermediate_size, p.down_rank, 1);
+    maps.down_b = down_b_map(p, C::kDownRows);
+  }
+
+  const auto kernel = fused_decode_kernel<kConfigIndex, T>;
+  int device = 0, num_sms = 0;
+  check_cuda(cudaGetDevice(&device), "fused_decode: device");
+  check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device),
+             "fused_decode: number of SMs");
+  static std::atomic<uint64_t> prepared{0};  // devices, by bit
+  if (device >= 64 || (prepared.load(std::memory_order_relaxed) >> device & 1) == 0) {
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxSharedBytes),
+        "fused_decode: shared memory");
+    if (device < 64) prepared.fetch_or(uint64_t{1} << device, std::memory_order_relaxed);
+  }
+
+  LaunchConfig config;
+  config.stream = stream;
+  config.dependent = true;
+  config.grid = dim3(num_sms);
+  config.block = dim3(kThreads);
+  config.shared_bytes = shared.bytes;
+  launch_kernel("fused_decode", kernel, config, maps, k);
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.hidden_size, 8 * 256)),
+                     static_cast<unsigned>(p.num_tokens));
+  config.block = dim3(256);
+  config.shared_bytes = 0;
+  launch_kernel("fused_decode: weighted sum", weighted_sum_kernel<T>, config, k);
+}
+
+template <class T>
+void Launcher<T>::launch(const FusedDecodeParams& p, int config_index, cudaStream_t stream) {
+  using Launch = void (*)(const FusedDecodeParams&, cudaStream_t);
+  static constexpr Launch kLaunches[kNumFusedDecodeConfigs] = {
+      launch_config<0, T>, launch_config<1, T>, launch_config<2, T>, launch_config<3, T>};
+  kLaunches[config_index](p, stream);
+}
+
+}  // namespace moelora::fused_decode

@@ -1,20 +1,27 @@
-// Grid sizes for kernels that lay their work out along x alone: y and z end at 65535 blocks, x does
-// not end before 2^31 - 1.
+// Sizes of a launch that need a check or a permission.
 #pragma once
-
-#include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "checks.h"
+#include "launch.h"
 
 namespace moelora {
 
+// A grid along x alone: y and z end at 65535 blocks, x does not end before 2^31 - 1.
 inline dim3 blocks_for(int64_t items, int64_t items_per_block) {
   const int64_t blocks = (items + items_per_block - 1) / items_per_block;
   check_value(blocks <= INT32_MAX, "the input is too large: one launch would need ", blocks,
               " blocks");
   return dim3(static_cast<unsigned>(blocks));
+}
+
+// Dynamic shared memory above 48 KiB has to be allowed kernel by kernel.
+template <class... KernelArgs>
+void allow_shared_bytes(const char* name, void (*kernel)(KernelArgs...), size_t bytes) {
+  if (bytes <= 48 * 1024) return;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(bytes)),
+             name);
 }
 
 }  // namespace moelora

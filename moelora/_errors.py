@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
-_KINDS = {"moelora type error: ": TypeError, "moelora value error: ": ValueError}
+# How the compiled code marks its argument errors (csrc/common/checks.h).
+TYPE_ERROR, VALUE_ERROR = "moelora type error: ", "moelora value error: "
+_KINDS = {TYPE_ERROR: TypeError, VALUE_ERROR: ValueError}
 
 
 def call(op: Callable, *args: Any, **kwargs: Any) -> Any:

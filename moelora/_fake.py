@@ -3,10 +3,15 @@
 The `.out` forms write what they are given and return nothing, so their shape functions are empty.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from moelora._errors import VALUE_ERROR, require_inference
 from moelora.ops import max_padded_rows
+
+_AUTOGRAD = torch.library.Library("moelora", "IMPL")
 
 
 def _routing(router_logits, top_k, method, *, packed=False, **_):
@@ -62,6 +67,29 @@ def _finalize(down, topk_weights, expanded_to_permuted, down_lora_delta, top_k, 
     return down.new_empty((expanded_to_permuted.shape[0] // top_k, down.shape[1]))
 
 
+def _fused_moe_lora(
+    hidden_states, w13, w2, topk_weights, topk_ids, *, gate_up_a=None, down_a=None, gate_up_lora_delta=None,
+    do_finalize=True, **_,
+):  # fmt: skip
+    (tokens, top_k), (local_experts, _, hidden) = topk_ids.shape, w13.shape
+    nothing = (0,)
+    unfinished = [nothing, nothing, nothing]
+    if not do_finalize:
+        has_lora_input = any(given is not None for given in (gate_up_a, down_a, gate_up_lora_delta))
+        unfinished = [
+            (max_padded_rows(tokens * top_k, local_experts), hidden),
+            (tokens * top_k,),
+            (tokens, top_k, w2.shape[2]) if has_lora_input else nothing,
+        ]
+    down_output, expanded_to_permuted, lora_input = unfinished
+    return (
+        hidden_states.new_empty((tokens, hidden) if do_finalize else nothing),
+        hidden_states.new_empty(down_output),
+        hidden_states.new_empty(expanded_to_permuted, dtype=torch.int32),
+        hidden_states.new_empty(lora_input),
+    )
+
+
 _SHAPES = {
     "routing": _routing,
     "pack_topk": _pack_topk,
@@ -74,6 +102,7 @@ _SHAPES = {
     "lora_expand": _lora_expand,
     "activation": _activation,
     "finalize": _finalize,
+    "fused_moe_lora": _fused_moe_lora,
 }
 
 
@@ -81,16 +110,29 @@ def _writes_only(*_, **__) -> None:
     return None
 
 
-def _refuse_backward(name: str):
-    def backward(ctx, *grads: Tensor):
-        raise RuntimeError(f"moelora::{name} is for inference only and has no backward")
+def _without_autograd(op: torch._ops.OpOverload) -> Callable:
+    """The op's Autograd kernel: refuses what `require_inference` refuses, then goes on below autograd.
 
-    return backward
+    Ops raise RuntimeErrors, as the compiled code does. Not `torch.library.register_autograd`, which takes no op with keyword-only tensors.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    def kernel(keyset, *args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        try:
+            require_inference(**{name: value for name, value in given.items() if isinstance(value, Tensor)})
+        except ValueError as error:
+            raise RuntimeError(f"{VALUE_ERROR}{error}") from None
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return kernel
 
 
 def register() -> None:
-    """Registers the shape functions and the backward that raises, for every op of the loaded library."""
+    """Registers the shape functions and the refusal to differentiate, for every op of the loaded library."""
     for name, shape_function in _SHAPES.items():
         torch.library.register_fake(f"moelora::{name}", shape_function)
         torch.library.register_fake(f"moelora::{name}.out", _writes_only)
-        torch.library.register_autograd(f"moelora::{name}", _refuse_backward(name))
+        op = getattr(torch.ops.moelora, name).default
+        _AUTOGRAD.impl(name, _without_autograd(op), "Autograd", with_keyset=True)

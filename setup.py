@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -70,12 +71,20 @@ def default_jobs() -> int:
 class CMakeBuild(build_ext):
     """Builds libmoelora.so and moelora._C in one cmake run."""
 
-    def get_outputs(self):
-        folder = Path(self.get_ext_fullpath("moelora._C")).parent
-        return [str(folder / name) for name in ("libmoelora.so", "_build_info.json")] + super().get_outputs()
+    def output_dir(self) -> Path:
+        # An editable install imports from the source tree, so the artefacts belong there.
+        in_tree = self.inplace or self.editable_mode
+        return PACKAGE if in_tree else Path(self.build_lib).resolve() / "moelora"
 
-    def build_extension(self, ext):
-        output = PACKAGE if self.inplace else Path(self.get_ext_fullpath(ext.name)).resolve().parent
+    def get_outputs(self):
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        return [str(self.output_dir() / name) for name in ("libmoelora.so", f"_C{suffix}", "_build_info.json")]
+
+    def get_output_mapping(self):
+        return {}
+
+    def run(self):
+        output = self.output_dir()
         output.mkdir(parents=True, exist_ok=True)
         build = ROOT / "build" / "cmake"
         nvcc = wanted_nvcc()

@@ -122,6 +122,5 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
                                        int64_t intermediate_size, bool fp32, int64_t num_slots,
                                        int64_t gate_up_rank, int64_t gate_up_components,
                                        bool gate_up_a_shared_outer, int64_t down_rank, bool cuda);
-int64_t fused_moe_lora_tile_rows(int64_t num_pairs, int64_t num_experts);
 
 }  // namespace moelora

@@ -115,7 +115,6 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "int num_local_experts, int hidden_size, int intermediate_size, bool fp32, int num_slots, "
       "int gate_up_rank, int gate_up_components, bool gate_up_a_shared_outer, int down_rank, "
       "bool cuda) -> int");
-  m.def("fused_moe_lora_tile_rows(int num_pairs, int num_experts) -> int");
 }
 
 namespace {
@@ -157,5 +156,4 @@ STABLE_TORCH_LIBRARY_IMPL(moelora, CUDA, m) { register_kernels(m); }
 // Shape arithmetic: no tensor, so no device.
 STABLE_TORCH_LIBRARY_IMPL(moelora, CompositeExplicitAutograd, m) {
   m.impl("fused_moe_lora_workspace_bytes", TORCH_BOX(&moelora::fused_moe_lora_workspace_bytes));
-  m.impl("fused_moe_lora_tile_rows", TORCH_BOX(&moelora::fused_moe_lora_tile_rows));
 }

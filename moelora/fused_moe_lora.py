@@ -148,11 +148,8 @@ def fused_moe_lora(
     hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
     unfinished = {}
     if not do_finalize:
-        tile_rows = torch.ops.moelora.fused_moe_lora_tile_rows(tokens * top_k, num_experts)
         unfinished = {
-            "down_output": hidden_states.new_empty(
-                (max_padded_rows(tokens * top_k, local_experts, tile_rows), hidden)
-            ),
+            "down_output": hidden_states.new_empty((max_padded_rows(tokens * top_k, local_experts), hidden)),
             "expanded_to_permuted": topk_ids.new_empty((tokens * top_k,), dtype=torch.int32),
             "activation_lora_input": hidden_states.new_empty((tokens, top_k, inner)) if has_lora_input else None,
         }

@@ -63,7 +63,7 @@ class DecomposedLayer {
   }
   RowMaps maps() const {
     return {map(plan_.permuted_to_expanded), map(plan_.tile_expert), map(plan_.tile_row_limit),
-            plan_.num_tiles, plan_.tile_rows};
+            plan_.num_tiles, kTileRows};
   }
   WeightMatrix unit_weights() const {
     return {nullptr, 0, 0, WeightMatrix::Kind::kOne, layer_.top_k};
@@ -88,7 +88,7 @@ class DecomposedLayer {
     params.max_rows = plan_.max_rows;
     params.num_local_experts = layer_.num_local_experts;
     params.expert_offset = layer_.expert_offset;
-    params.tile_rows = plan_.tile_rows;
+    params.tile_rows = kTileRows;
     device_.run(device_.main(), params);
   }
 
@@ -186,6 +186,7 @@ class DecomposedLayer {
     params.z_ptr = at(plan_.z);
     params.lora_input_ptr = lora_input();
     params.num_pairs = layer_.num_pairs();
+    params.max_rows = plan_.max_rows;
     params.intermediate_size = layer_.intermediate_size;
     params.activation = layer_.activation;
     params.layout = layer_.layout;
@@ -204,6 +205,7 @@ class DecomposedLayer {
     params.out_ptr = layer_.out_ptr;
     params.out_stride = layer_.out_stride;
     params.num_tokens = layer_.num_tokens;
+    params.max_rows = plan_.max_rows;
     params.hidden_size = layer_.hidden_size;
     params.top_k = layer_.top_k;
     params.delta_is_weighted = layer_.down_delta_is_weighted && !layer_.down.exists();

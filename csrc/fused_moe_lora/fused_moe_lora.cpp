@@ -1,6 +1,5 @@
 // The op fused_moe_lora: reads and checks the arguments of one call, picks a path from shapes, runs
 // it.
-#include "../grouped_gemm/grouped_gemm_config.h"
 #include "../ops.h"
 #include "layer.h"
 #include "path.h"
@@ -102,8 +101,12 @@ LayerParams read_layer(const LayerArguments& args) {
   layer.dtype = model_dtype(x, "hidden_states");
   check_last_dim_contiguous(x, "hidden_states");
   check_aligned(x, "hidden_states");
+  layer.hidden_states_ptr = x.const_data_ptr();
+  layer.hidden_states_stride = x.stride(0);
   layer.num_tokens = x.size(0);
   layer.hidden_size = x.size(1);
+  layer.hidden_states_ptr = x.const_data_ptr();
+  layer.hidden_states_stride = x.stride(0);
   check_shape(args.w13, "w13", {-1, -1, -1});
   const int64_t experts = args.w13.size(0), inner = args.w13.size(1) / 2;
   check_value(args.w13.size(1) % 2 == 0, "w13: expected [E_loc, 2I, H], got shape ",
@@ -268,11 +271,6 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
   layer.gate_up.a_shared_outer = gate_up_a_shared_outer;
   layer.down.rank = static_cast<int32_t>(down_rank);
   return layer_workspace_bytes(layer, cuda);
-}
-
-int64_t fused_moe_lora_tile_rows(int64_t num_pairs, int64_t num_experts) {
-  check_value(num_experts >= 1, "num_experts: expected 1 or more, got ", num_experts);
-  return grouped_gemm_tile_rows((num_pairs + num_experts - 1) / num_experts);
 }
 
 void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,

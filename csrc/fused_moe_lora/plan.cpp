@@ -1,6 +1,5 @@
 #include "plan.h"
 
-#include "../grouped_gemm/grouped_gemm_config.h"
 #include "../moe_sort/moe_sort.h"
 
 namespace moelora {
@@ -8,9 +7,8 @@ namespace moelora {
 DecomposedPlan plan_decomposed(const LayerParams& layer, bool cuda) {
   DecomposedPlan plan;
   const int64_t pairs = layer.num_pairs(), tokens = layer.num_tokens;
-  plan.tile_rows = grouped_gemm_tile_rows(layer.expected_rows());
-  plan.max_rows = max_padded_rows(pairs, layer.num_local_experts, plan.tile_rows);
-  plan.num_tiles = plan.max_rows / plan.tile_rows;
+  plan.max_rows = max_padded_rows(pairs, layer.num_local_experts, kTileRows);
+  plan.num_tiles = plan.max_rows / kTileRows;
 
   int64_t end = 0;
   const auto take = [&end](int64_t bytes) {

@@ -7,7 +7,6 @@
 namespace moelora {
 
 struct DecomposedPlan {
-  int32_t tile_rows;
   int64_t max_rows, num_tiles;
   // Byte offsets, 256-byte aligned.
   int64_t expanded_to_permuted, permuted_to_expanded, expert_offsets, tile_expert, tile_row_limit,

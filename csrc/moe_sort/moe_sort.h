@@ -4,6 +4,10 @@
 
 namespace moelora {
 
+// Rows that every expert's rows are padded to: the smallest token tile of the tensor cores' N side, so
+// that an expert with one token costs 16 rows at most and no tile choice leaks into shapes.
+constexpr int32_t kTileRows = 16;
+
 // P_max of spec.md section 5: the least upper bound of padded rows from shapes alone.
 inline int64_t max_padded_rows(int64_t num_pairs, int64_t num_local_experts, int64_t tile_rows) {
   const int64_t full = num_pairs < num_local_experts ? num_pairs : num_local_experts;

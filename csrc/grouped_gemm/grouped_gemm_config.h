@@ -1,12 +1,12 @@
-// All tile knowledge of the grouped GEMM: the tables, and the pure functions that pick from them.
+// All tile knowledge of the grouped GEMM: the tables, and the pure function that picks from them.
 #pragma once
 
 #include <cstdint>
 
 namespace moelora {
 
-// One kernel: feature_tile x token_tile x k_tile of (weights, tokens, K), on `cluster` neighbouring
-// blocks along the features. Pipeline stages fill what shared memory is left.
+// One kernel: tiles of feature_tile x token_tile outputs, k_tile deep, on `cluster` neighbouring
+// blocks along the features. As many pipeline stages as shared memory holds.
 struct GroupedGemmConfig {
   const char* name;
   int32_t token_tile, feature_tile, k_tile, cluster;
@@ -14,20 +14,19 @@ struct GroupedGemmConfig {
   int64_t max_expected_rows;  // used for experts of up to this many rows on average
 };
 
-// Both tables have the same token tiles and limits: moe_sort pads by them before any device is
-// known. What counts is how often the weights of an expert pass from L2 to the SMs, n_tiles *
-// (feature_tile + token_tile), so a tile should hold nearly every expert of the mean it serves.
+// The token tile should hold nearly every expert of the mean it serves: what counts is how many
+// bytes pass from L2 to the SMs, n_tiles * (feature_tile + token_tile) for each step of K.
 constexpr int kNumGroupedGemmConfigs = 5;
 
 constexpr GroupedGemmConfig kSm90GroupedGemmConfigs[kNumGroupedGemmConfigs] = {
-    // Decode: bound by reading weights. 12 stages of 16 KB of weights; taking turns hides the
+    // Decode: bound by reading weights. Many stages of 16 KB of weights; taking turns hides the
     // epilogue of one tile behind the loads of the next.
     {"sm90_128x16x64_pingpong", 16, 128, 64, 1, false, 9},
     {"sm90_128x32x64_pingpong", 32, 128, 64, 1, false, 20},
-    // From here on tokens weigh in: 256 features a tile halve how often they are read.
+    // From here on tokens weigh in: with 256 features a tile they are read half as often.
     {"sm90_256x64x64_cooperative", 64, 256, 64, 1, true, 44},
     {"sm90_256x128x64_cooperative", 128, 256, 64, 1, true, 100},
-    {"sm90_256x160x64_cooperative", 160, 256, 64, 1, true, INT64_MAX},
+    {"sm90_256x192x64_cooperative", 192, 256, 64, 1, true, INT64_MAX},
     // Not taken: 128x256 (the bytes per flop of 256x128, with twice the padding); clusters of 2
     // (1.5 to 4 % at 512 rows an expert in our prototype, a loss when bound by memory).
 };
@@ -36,28 +35,24 @@ constexpr GroupedGemmConfig kSm100GroupedGemmConfigs[kNumGroupedGemmConfigs] = {
     {"sm100_128x16x64_1sm", 16, 128, 64, 1, false, 9},
     {"sm100_128x32x64_1sm", 32, 128, 64, 1, false, 20},
     {"sm100_128x64x64_1sm", 64, 128, 64, 1, false, 44},
-    // A pair of SMs works on one tile and each loads half of the tokens.
+    // A pair of SMs works on one tile, each loading half of the tokens.
     {"sm100_256x128x64_2sm", 128, 256, 64, 2, false, 100},
-    {"sm100_256x160x64_2sm", 160, 256, 64, 2, false, INT64_MAX},
+    {"sm100_256x192x64_2sm", 192, 256, 64, 2, false, INT64_MAX},
 };
 
-// Index of the config for experts of `expected_rows` rows on average.
-constexpr int grouped_gemm_config_index(int64_t expected_rows) {
+// Largest row number that a kernel can address: it packs a row and an offset inside the token tile
+// into one int32.
+constexpr int64_t max_addressable_rows(const GroupedGemmConfig& config) {
+  return INT32_MAX / config.token_tile - 2;
+}
+
+// Index of the config of `configs` for experts of `expected_rows` rows on average, `max_rows` rows
+// in all; -1 where no kernel can address that many.
+constexpr int pick_grouped_gemm_config(const GroupedGemmConfig (&configs)[kNumGroupedGemmConfigs],
+                                       int64_t expected_rows, int64_t max_rows) {
   int index = 0;
-  while (expected_rows > kSm90GroupedGemmConfigs[index].max_expected_rows) ++index;
-  return index;
-}
-
-// The tile_rows to give to moe_sort for a GEMM over experts of `expected_rows` rows on average.
-constexpr int32_t grouped_gemm_tile_rows(int64_t expected_rows) {
-  return kSm90GroupedGemmConfigs[grouped_gemm_config_index(expected_rows)].token_tile;
-}
-
-// Index of the largest config that suits `expected_rows` and whose token tile divides `tile_rows`;
-// -1 where none does (tile_rows is not a multiple of 16).
-constexpr int grouped_gemm_config_index(int64_t expected_rows, int32_t tile_rows) {
-  int index = grouped_gemm_config_index(expected_rows);
-  while (index >= 0 && tile_rows % kSm90GroupedGemmConfigs[index].token_tile != 0) --index;
+  while (expected_rows > configs[index].max_expected_rows) ++index;
+  while (index >= 0 && max_rows > max_addressable_rows(configs[index])) --index;
   return index;
 }
 

@@ -27,7 +27,7 @@ def moe_lora_by_hand(
     topk_weights, topk_ids = moelora.route(logits, TOP_K)
 
     # Group the pairs (token, chosen expert) by expert, inside an expert by adapter slot. A GEMM works
-    # on tiles of rows, so each expert's rows are padded to a multiple of tile_rows.
+    # on tiles of rows, so each expert's rows are padded to a multiple of ops.TILE_ROWS.
     expected_rows = -(-tokens * TOP_K // experts)
     sort = ops.moe_sort(
         topk_ids,
@@ -35,12 +35,12 @@ def moe_lora_by_hand(
         ranks=lora.ranks,
         num_slots=lora.num_slots,
         num_local_experts=experts,
-        tile_rows=torch.ops.moelora.fused_moe_lora_tile_rows(tokens * TOP_K, experts),
     )
     of_adapter = {
         "adapter_ids": adapter_ids,
         "ranks": lora.ranks,
         "num_local_experts": experts,
+        "sort": sort,
     }
 
     # gate and up: the base GEMM by sorted row, the adapter's delta by pair.

@@ -6,8 +6,13 @@ _load.load_library()
 
 from moelora import _fake, ops  # noqa: E402  (needs the library)
 from moelora._load import build_info  # noqa: E402
+from moelora._streams import set_two_stream_max_tokens  # noqa: E402
 from moelora._version import __version__  # noqa: E402
-from moelora.fused_moe_lora import fused_moe_lora, fused_moe_lora_single_stream  # noqa: E402
+from moelora.fused_moe_lora import (  # noqa: E402
+    fused_moe_lora,
+    fused_moe_lora_single_stream,
+    fused_moe_lora_two_stream,
+)
 from moelora.lora import MoELoRA  # noqa: E402
 from moelora.peft import load_peft_adapter  # noqa: E402
 from moelora.routing import route  # noqa: E402
@@ -21,8 +26,10 @@ __all__ = [
     "build_info",
     "fused_moe_lora",
     "fused_moe_lora_single_stream",
+    "fused_moe_lora_two_stream",
     "load_peft_adapter",
     "ops",
     "route",
+    "set_two_stream_max_tokens",
     "swap_gate_up",
 ]

@@ -6,14 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelora import _checks
+from moelora import _checks, _streams
 from moelora._errors import call, choice, require_inference, require_tensor
 from moelora.lora import MoELoRA
 from moelora.ops import ACTIVATIONS, GATE_UP_LAYOUTS, max_padded_rows
 
 Unfinished = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
-_PATHS = {"auto": 0, "single": 1}
+# The op's path codes: 0 takes a fused path where there is one, 1 is the decomposed pipeline, on two streams where it is
+# given a side stream.
+_PATHS = {"auto": 0, "single": 1, "two": 1}
 
 
 def fused_moe_lora(
@@ -82,7 +84,8 @@ def fused_moe_lora(
         down_lora_delta_is_weighted: it already contains w (vLLM's form).
         down_gemm_done_event: recorded right after the down GEMM.
         do_finalize: False returns before the weighted sum, see Returns.
-        stream_mode: "single" or "auto" (the fastest path there is).
+        stream_mode: "single" and "two" are the decomposed pipeline on one stream and on two (the adapter's work beside
+            the base GEMMs), with the same bits; "auto" takes the fastest path there is. CPU always runs single.
         out: [T, H], written instead of a fresh tensor; may not overlap an input.
 
     Returns:
@@ -99,8 +102,6 @@ def fused_moe_lora(
     require_tensor(w13, "w13", 3)
     require_tensor(w2, "w2", 3)
     require_tensor(topk_ids, "topk_ids", 2)
-    if stream_mode == "two":
-        raise ValueError("stream_mode: 'two' is not built yet; use 'single' or 'auto'")
     path = choice(stream_mode, _PATHS, "stream_mode")
     require_inference(
         hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias, w2_bias=w2_bias,
@@ -162,6 +163,11 @@ def fused_moe_lora(
         ),
         dtype=torch.uint8, device=hidden_states.device,
     )  # fmt: skip
+    if hidden_states.is_cuda and lora is not None and _wants_side_stream(stream_mode, tokens):
+        side = _streams.side_stream(hidden_states.device)
+        arguments["side_stream"] = side.stream
+        arguments["fork_event"] = side.fork_event
+        arguments["join_event"] = side.join_event
     call(
         torch.ops.moelora.fused_moe_lora.out, hidden_states, w13, w2, topk_weights, topk_ids, **arguments,
         lora_ready_event=_handle(lora_ready_event), down_gemm_done_event=_handle(down_gemm_done_event),
@@ -180,6 +186,21 @@ def fused_moe_lora(
 def fused_moe_lora_single_stream(*args: Any, **kwargs: Any) -> Tensor | Unfinished:
     """`fused_moe_lora` with the decomposed pipeline on the current stream alone."""
     return fused_moe_lora(*args, **kwargs, stream_mode="single")
+
+
+def fused_moe_lora_two_stream(*args: Any, **kwargs: Any) -> Tensor | Unfinished:
+    """`fused_moe_lora` with the adapter's work on a side stream, beside sort, permute and the base GEMMs.
+
+    The same kernels and bits as `fused_moe_lora_single_stream`. Nothing is allocated on the side stream, which has
+    rejoined the current stream before the call returns; one is kept per device and caller stream.
+    """
+    return fused_moe_lora(*args, **kwargs, stream_mode="two")
+
+
+def _wants_side_stream(stream_mode: str, tokens: int) -> bool:
+    if stream_mode == "auto":
+        return tokens <= _streams.two_stream_max_tokens()
+    return stream_mode == "two"
 
 
 def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]:

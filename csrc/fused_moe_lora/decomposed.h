@@ -5,7 +5,9 @@
 #include "../finalize/finalize.h"
 #include "../grouped_gemm/grouped_gemm.h"
 #include "../lora_expand/lora_expand.h"
+#include "../lora_expand/lora_expand_config.h"
 #include "../lora_shrink/lora_shrink.h"
+#include "../lora_shrink/lora_shrink_config.h"
 #include "../moe_sort/moe_sort.h"
 #include "../permute/permute.h"
 #include "plan.h"
@@ -28,11 +30,11 @@ class DecomposedLayer {
   void run() {
     const bool gate_up_lora = layer_.gate_up.exists();
     const bool down_lora = layer_.down.exists();
+    // The side work starts as early as its kernels allow: few pairs need no sort.
+    const bool early = gate_up_lora && !gate_up_lora_reads_sort();
+    if (early) gate_up_lora_on_side();
     moe_sort();
-    if (gate_up_lora) {
-      device_.fork();
-      lora(device_.side(), layer_.gate_up, LoraPart::kGateUp);
-    }
+    if (gate_up_lora && !early) gate_up_lora_on_side();
     permute();
     gemm(layer_.w13, layer_.w13_bias_ptr, at(plan_.permuted), layer_.hidden_size, at(plan_.gate_up),
          2 * layer_.intermediate_size);
@@ -71,6 +73,20 @@ class DecomposedLayer {
   void* lora_input() const {
     if (!layer_.finished()) return layer_.lora_input_ptr;
     return layer_.down.exists() ? at(plan_.lora_input) : nullptr;
+  }
+
+  // From shapes alone, as the kernels choose: the same for one stream and two.
+  bool gate_up_lora_reads_sort() const {
+    const LoraSide& side = layer_.gate_up;
+    const int64_t vectors = side.a_shared_outer ? layer_.num_tokens : layer_.num_pairs();
+    const int64_t matrices = side.a_shared_outer ? 1 : layer_.num_local_experts;
+    return lora_shrink_config(vectors, matrices, side.v_columns(), true).grouped ||
+           lora_expand_config(layer_.num_pairs(), layer_.intermediate_size, true).grouped;
+  }
+
+  void gate_up_lora_on_side() {
+    device_.fork();
+    lora(device_.side(), layer_.gate_up, LoraPart::kGateUp);
   }
 
   void moe_sort() {

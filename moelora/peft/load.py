@@ -36,8 +36,8 @@ def load_peft_adapter(
 ) -> MoELoRA:
     """Reads a PEFT adapter folder for the experts of one MoE block, as a `MoELoRA` of one slot.
 
-    Per-expert modules (gate_proj, up_proj, down_proj or w1, w3, w2) and fused parameters (gate_up_proj and
-    down_proj as `target_parameters`) are understood, with rank_pattern, alpha_pattern and use_rslora.
+    It understands per-expert modules (gate_proj, up_proj, down_proj or w1, w3, w2) and fused parameters
+    (gate_up_proj and down_proj as `target_parameters`), rank_pattern, alpha_pattern and use_rslora.
     Projections and experts that the file lacks have no adapter; tensors of other modules play no part.
 
     Args:
@@ -48,7 +48,7 @@ def load_peft_adapter(
             "interleaved"; without meaning for per-expert files.
         lora_a_side: "input" or "output", the side of a fused parameter that lora_A is on. Needed only where
             every pair of the block is square, so that the file cannot tell.
-        max_rank: allocate for this rank instead of the file's largest; both are rounded up to a multiple of 8.
+        max_rank: allocate for this rank instead of the largest found; either is rounded up to a multiple of 8.
         allow_empty: give an empty slot, rather than an error, where the file has nothing for the block.
         dtype: of the stacks: bfloat16, float16 or float32. The file's tensors are cast once.
         device: where the stacks go.

@@ -54,7 +54,7 @@ def route_reference(
         key = _only_best_groups(key, n_group or 1, topk_group or 1)
     ids = _descending(key)[:, :top_k]
     weights = _weights(method, logits.double(), ids, renormalize)
-    # The weight of a chosen expert without a usable key is 0.
+    # A chosen expert without a usable key has weight 0; so has one of a row of -inf, where softmax is 0/0.
     weights = weights.masked_fill(key.gather(1, ids) == -torch.inf, 0.0)
     weights = (weights * routed_scaling_factor).clamp(-_FP32_MAX, _FP32_MAX).float()
     ids = ids.int()
@@ -146,7 +146,6 @@ def _weights(method: str, logits: Tensor, ids: Tensor, renormalize: bool | None)
             renormalize = method == "deepseek_v3"
         return scores / (scores.sum(dim=1, keepdim=True) + 1e-20) if renormalize else scores
     if method == "softmax":
-        # A row of -inf only is 0/0 throughout, which is 0.
-        return torch.softmax(logits, dim=1).nan_to_num(nan=0.0).gather(1, ids)
+        return torch.softmax(logits, dim=1).gather(1, ids)
     # Dividing the chosen probabilities by their sum is the softmax over the chosen.
-    return torch.softmax(chosen, dim=1).nan_to_num(nan=0.0)
+    return torch.softmax(chosen, dim=1)

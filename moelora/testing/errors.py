@@ -1,4 +1,4 @@
-"""How wrong a result is: error measures against a float64 oracle, shared by tests, benchmarks and `moelora.check`.
+"""How wrong a result is, measured against a float64 oracle; for tests, benchmarks and `moelora.check`.
 
 A mean hides a wrong token, so everything that accepts or rejects looks at single rows.
 """
@@ -6,17 +6,18 @@ A mean hides a wrong token, so everything that accepts or rejects looks at singl
 import torch
 from torch import Tensor
 
-# Largest relative error that a correct result can have, of one row and of the whole. Rounding to bf16 costs up to 2^-9
-# a step, of which a row sees a few (0.003 is typical); a mix-up (another expert, adapter, half, weight) costs 0.1 or
-# more on inputs of `moelora.testing.inputs`, where every term of the layer has about the same size.
+# Largest relative error that a correct result can have, of one row and of the whole. Rounding to bf16 costs
+# up to 2^-9 a step, of which a row sees a few (0.003 is typical); a mix-up (another expert, adapter, half,
+# weight) costs 0.1 or more on inputs of `moelora.testing.inputs`, where every term of the layer has about the
+# same size.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# Where terms nearly cancel, a result may exceed the bound as long as PyTorch in the same dtype is not much better, but
-# never so far that a mix-up could pass.
+# Where terms nearly cancel, a result may exceed the bound as long as PyTorch in the same dtype is not much
+# better, but never so far that a mix-up could pass.
 _TIMES_PLAIN, _TIMES_BOUND = 2.0, 5.0
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference over that of `expected`; inf where `got` has NaN or a zero is missed."""
+    """Frobenius norm of the difference over that of `expected`; inf for NaN, or where 0 is missed."""
     difference = (got.double() - expected.double()).norm()
     return _ratio(difference, expected.double().norm()).item()
 

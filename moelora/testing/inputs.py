@@ -1,7 +1,8 @@
-"""Inputs of the layer for tests, benchmarks and `moelora.check`: model shapes, random layers and adapters, poison.
+"""Inputs for tests, benchmarks and `moelora.check`: model shapes, random layers and adapters, poison.
 
-Random values differ by expert, adapter and token, and every term of the layer (base, gate_up adapter, down adapter,
-each of the K experts) has about the same size, so that any mix-up changes the result by far more than rounding.
+Random values differ by expert, adapter and token, and every term of the layer (base, gate_up adapter, down
+adapter, each of the K experts) has about the same size, so that any mix-up changes the result by far more
+than rounding.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def random_layer(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> LayerInputs:
-    """Random weights, and for every token distinct random experts with weights of 0.2 to 1.2, not normalised."""
+    """Random weights; for every token distinct random experts with weights of 0.2 to 1.2."""
     generator = _generator(device, seed)
     hidden, inter, experts = shape.hidden, shape.inter, shape.experts
 
@@ -117,8 +118,8 @@ def random_lora(
 
     Args:
         rank: R1 and R2, or one number for both.
-        ranks: by slot the rank in use; what lies beyond it in the stacks is NaN. None: R1, R2, without a `ranks`
-            tensor.
+        ranks: by slot the ranks in use; what lies beyond them in the stacks is NaN. None: R1, R2, and no
+            `ranks` tensor.
         shared_a: gate and up share one A.
         shared_outer: one gate_up A and one down B for all experts of a slot.
     """

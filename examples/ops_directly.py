@@ -79,7 +79,7 @@ def random_inputs(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
         gate_up_b=normal(SLOTS, EXPERTS, 2 * INTERMEDIATE, RANK),
         down_a=normal(SLOTS, EXPERTS, RANK, INTERMEDIATE),
         down_b=normal(SLOTS, EXPERTS, HIDDEN, RANK),
-        scaling=torch.tensor([2.0, 1.0, 0.5], device=device),
+        scaling=torch.rand(SLOTS, 3, generator=generator, device=device) + 0.5,
         ranks=torch.full((SLOTS, 2), RANK, dtype=torch.int32, device=device),
     )
     hidden_states = normal(TOKENS, HIDDEN) * HIDDEN**0.5

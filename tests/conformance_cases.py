@@ -1,4 +1,4 @@
-"""The cases of tests/conformance, read for the tests: canonical weights, call arguments, adapters, expected outputs."""
+"""The cases of tests/conformance: canonical weights, call arguments, adapters and expected outputs."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Case:
         return {"num_experts": shapes["E"], "hidden_size": shapes["H"], "intermediate_size": shapes["I"]}
 
     def load_options(self, adapter: str) -> dict[str, Any]:
-        """Keyword arguments of the loader: sizes, layout, and the side only where the widths do not settle it."""
+        """Keyword arguments of the loader; the side of lora_A only where the widths do not settle it."""
         info = self._adapter_info(adapter)
         options: dict[str, Any] = {**self.sizes, "gate_up_layout": self.gate_up_layout}
         if info.get("side_decided_by", "widths") != "widths":

@@ -48,7 +48,7 @@ def load_peft_adapter(
             "interleaved"; without meaning for per-expert files.
         lora_a_side: "input" or "output", the side of a fused parameter that lora_A is on. Needed only where
             every pair of the block is square, so that the file cannot tell.
-        max_rank: allocate for this rank instead of the largest found; either is rounded up to a multiple of 8.
+        max_rank: allocate for this rank instead of the largest found, both rounded up to a multiple of 8.
         allow_empty: give an empty slot, rather than an error, where the file has nothing for the block.
         dtype: of the stacks: bfloat16, float16 or float32. The file's tensors are cast once.
         device: where the stacks go.

@@ -101,16 +101,12 @@ def block_paths(names: Iterable[str]) -> list[str]:
 
 def _ordered_fused(fused: dict[bool, dict[str, str]], block_path: str) -> tuple[FusedNames, ...]:
     if set(fused) == {True}:
-        raise ValueError(
-            f"the file has {block_path}.experts.base_layer.lora_A but no {block_path}.experts.lora_A"
-        )
+        raise ValueError(f"the file has {block_path}.experts.base_layer.lora_A but no {block_path}.experts.lora_A")
     # PEFT wraps the module once per adapted parameter, so base_layer is the first one.
     return tuple(FusedNames(fused[key]["A"], fused[key]["B"]) for key in sorted(fused, reverse=True))
 
 
-def _ordered_per_expert(
-    pairs: dict[tuple[int, str], dict[str, str]], experts_path: str
-) -> tuple[ExpertNames, ...]:
+def _ordered_per_expert(pairs: dict[tuple[int, str], dict[str, str]], experts_path: str) -> tuple[ExpertNames, ...]:
     found: dict[tuple[int, str], ExpertNames] = {}
     for (expert, module), pair in sorted(pairs.items()):
         projection = _PROJECTIONS[module]

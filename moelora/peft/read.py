@@ -15,9 +15,7 @@ from moelora.weights import split_gate_up
 _COMPONENTS = {"gate": GATE, "up": UP, "down": DOWN}
 
 
-def read_updates(
-    block: Block, config: AdapterConfig, found: BlockNames, read: Callable[[str], Tensor]
-) -> list[Update]:
+def read_updates(block: Block, config: AdapterConfig, found: BlockNames, read: Callable[[str], Tensor]) -> list[Update]:
     if found.fused:
         return _read_fused(block, config, found.fused, read)
     if block.lora_a_side == "output":
@@ -28,9 +26,7 @@ def read_updates(
     return [_read_expert(block, config, names, read) for names in found.per_expert]
 
 
-def _read_expert(
-    block: Block, config: AdapterConfig, names: ExpertNames, read: Callable[[str], Tensor]
-) -> Update:
+def _read_expert(block: Block, config: AdapterConfig, names: ExpertNames, read: Callable[[str], Tensor]) -> Update:
     if names.expert >= block.num_experts:
         raise ValueError(f"num_experts is {block.num_experts}, but the file has {names.lora_a}")
     rank = config.rank(names.module_path)
@@ -123,8 +119,7 @@ def _lora_a_side(block: Block, config: AdapterConfig, pairs: list[_FusedPair]) -
     if block.lora_a_side is not None:
         if block.lora_a_side not in possible:
             raise ValueError(
-                f'lora_a_side: expected "{possible.pop()}" by the widths in the file, '
-                f'got "{block.lora_a_side}"'
+                f'lora_a_side: expected "{possible.pop()}" by the widths in the file, got "{block.lora_a_side}"'
             )
         return block.lora_a_side
     if len(possible) == 2:

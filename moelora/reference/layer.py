@@ -137,8 +137,7 @@ def gate_up_lora_delta_reference(
     num_tokens, top_k = topk_ids.shape
     rows = hidden_states[:, None].expand(num_tokens, top_k, -1)
     halves = [
-        _delta_of_pairs(rows, topk_ids, lora, component, adapter_ids, expert_offset, dtype)
-        for component in components
+        _delta_of_pairs(rows, topk_ids, lora, component, adapter_ids, expert_offset, dtype) for component in components
     ]
     return torch.cat(halves, dim=-1)
 
@@ -216,9 +215,7 @@ def _slot_ranks(lora: MoELoRA, part: int, allocated: int) -> list[int]:
     return lora.ranks[:, part].clamp(0, allocated).tolist()
 
 
-def _token_slots(
-    lora: MoELoRA | None, adapter_ids: Tensor | None, num_tokens: int, device: torch.device
-) -> Tensor:
+def _token_slots(lora: MoELoRA | None, adapter_ids: Tensor | None, num_tokens: int, device: torch.device) -> Tensor:
     if adapter_ids is not None:
         if adapter_ids.shape != (num_tokens,):
             raise ValueError(f"adapter_ids: expected shape [{num_tokens}], got {list(adapter_ids.shape)}")
@@ -228,9 +225,7 @@ def _token_slots(
     return torch.zeros(num_tokens, dtype=torch.int32, device=device)
 
 
-def _lora_term(
-    rows: Tensor, slots: Tensor, expert: int, component: _Component, arithmetic: _Arithmetic
-) -> Tensor:
+def _lora_term(rows: Tensor, slots: Tensor, expert: int, component: _Component, arithmetic: _Arithmetic) -> Tensor:
     """scaling * B (A row) for rows [n, in] of one expert, each with the adapter of its slot; [n, out]."""
     a, b, scaling, ranks = component
     delta = torch.zeros(rows.shape[0], b.shape[2], dtype=arithmetic.accumulate, device=rows.device)

@@ -15,6 +15,7 @@ _METHODS = (
     "topk",
     "sigmoid",
 )
+_SOFTMAX_METHODS = ("softmax", "renormalize_naive")
 _SIGMOID_METHODS = ("deepseek_v3", "sigmoid")
 
 
@@ -33,10 +34,9 @@ def route_reference(
 ) -> tuple[Tensor | None, Tensor]:
     """Chosen experts of router_logits [T, E]: weights fp32 [T, K] and ids int32 [T, K].
 
-    Rows are in descending order of the selection key, the smaller id first among equals. Softmax keeps
-    the order of the logits, so methods whose key is a softmax compare the logits, where no rounding or
-    underflow makes ties; sigmoid keys are compared in fp32, where the bias is added. Weights are
-    computed in float64 and rounded once. With packed=True: None and the packed form, int32 [T, K].
+    Rows are in descending order of the selection key, the smaller id first among equals. Keys are fp32, so
+    that probabilities that underflow are equal. Weights are computed in float64 and rounded once. With
+    packed=True: None and the packed form, int32 [T, K].
 
     Raises:
         ValueError: an unknown method, an option that the method has no use for, K > E, n_group that
@@ -47,6 +47,8 @@ def route_reference(
     # NaN counts as -inf, +inf as the largest fp32.
     logits = router_logits.float().nan_to_num(nan=-torch.inf, posinf=_FP32_MAX, neginf=-torch.inf)
     key = logits
+    if method in _SOFTMAX_METHODS:
+        key = torch.softmax(logits, dim=1).nan_to_num(nan=0.0)  # a row of -inf is 0/0 throughout
     if method in _SIGMOID_METHODS:
         key = torch.sigmoid(logits)
         if correction_bias is not None:
@@ -54,8 +56,8 @@ def route_reference(
         key = _only_best_groups(key, n_group or 1, topk_group or 1)
     ids = _descending(key)[:, :top_k]
     weights = _weights(method, logits.double(), ids, renormalize)
-    # A chosen expert without a usable key has weight 0; so has one of a row of -inf, where softmax is 0/0.
-    weights = weights.masked_fill(key.gather(1, ids) == -torch.inf, 0.0)
+    # Without a usable key the weight is 0, and so is 0/0, the softmax of nothing but -inf.
+    weights = weights.masked_fill(key.gather(1, ids) == -torch.inf, 0.0).nan_to_num(nan=0.0)
     weights = (weights * routed_scaling_factor).clamp(-_FP32_MAX, _FP32_MAX).float()
     ids = ids.int()
     if num_valid_tokens is not None:

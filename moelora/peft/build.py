@@ -10,6 +10,10 @@ from moelora.peft.block import DOWN, GATE, UP, Block, Update
 
 
 def build_adapter(block: Block, updates: list[Update], *, shares_a: bool) -> MoELoRA:
+    """Places the updates into zeroed stacks, each part only where there is an update for it.
+
+    With shares_a, gate and up have the same A in every pair, and gate_up_a has R1 rows instead of 2*R1.
+    """
     scaling = torch.ones(1, 3, dtype=torch.float32)
     folds = [False] * 3
     for component in (GATE, UP, DOWN):

@@ -16,6 +16,12 @@ _COMPONENTS = {"gate": GATE, "up": UP, "down": DOWN}
 
 
 def read_updates(block: Block, config: AdapterConfig, found: BlockNames, read: Callable[[str], Tensor]) -> list[Update]:
+    """Reads what was found for the block's experts; `read` gives the tensor of a name.
+
+    Raises:
+        ValueError: shapes, ranks or dtypes that do not fit the block and the configuration, or a side of
+            lora_A that is unknown or contradicts the widths.
+    """
     if found.fused:
         return _read_fused(block, config, found.fused, read)
     if block.lora_a_side == "output":

@@ -1,4 +1,4 @@
-"""The MoE-LoRA forwards: one op call each, after what Python has to do (allocation, streams, checks of Python types)."""
+"""The MoE-LoRA forwards: one op call each, after what Python has to do (allocation, streams, Python types)."""
 
 from functools import cache
 from typing import Any
@@ -212,7 +212,8 @@ def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]
         "gate_up_b": lora.gate_up_b,
         "down_a": lora.down_a,
         "down_b": lora.down_b,
-        "scaling": lora.scaling,
+        # [L] given as one scale for all three is a view of stride 0; the kernels read [L, 3] contiguous.
+        "scaling": lora.scaling.contiguous(),
         "ranks": lora.ranks,
         "adapter_ids": adapter_ids,
     }

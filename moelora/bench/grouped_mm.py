@@ -1,0 +1,78 @@
+"""The peer that everyone has: the layer composed from torch.nn.functional.grouped_mm and PyTorch ops.
+
+Nothing of moelora's kernels is used. No host syncs, so that it runs in a CUDA graph as the others do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moelora.lora import MoELoRA
+
+
+class GroupedAdapters(NamedTuple):
+    """Adapter stacks laid out once, ahead of time, as [E * groups, m, n] in (expert, slot) order."""
+
+    gate_up_a: Tensor
+    gate_up_b: Tensor
+    down_a: Tensor
+    down_b: Tensor
+    groups: int  # slots, plus one for rows without adapter where there are such rows
+
+    @staticmethod
+    def of(lora: MoELoRA, with_base_rows: bool) -> GroupedAdapters:
+        def by_group(stack: Tensor) -> Tensor:
+            if with_base_rows:
+                stack = torch.cat([stack, torch.zeros_like(stack[:1])])
+            return stack.transpose(0, 1).flatten(0, 1).contiguous()
+
+        stacks = (by_group(stack) for stack in (lora.gate_up_a, lora.gate_up_b, lora.down_a, lora.down_b))
+        return GroupedAdapters(*stacks, groups=lora.num_slots + with_base_rows)
+
+
+def grouped_mm_layer(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    adapters: GroupedAdapters | None = None,
+    adapter_ids: Tensor | None = None,
+) -> Tensor:
+    """out [T, H], SwiGLU, adapters of scale 1. Pairs that are not local are sorted last and belong to no group."""
+    tokens, top_k = topk_ids.shape
+    experts = w13.shape[0]
+    groups = 1 if adapters is None else adapters.groups
+    flat_ids = topk_ids.flatten()
+    key = torch.where((flat_ids >= 0) & (flat_ids < experts), flat_ids, experts)
+    if groups > 1:
+        slot = torch.where(adapter_ids < 0, groups - 1, adapter_ids)
+        key = key * groups + slot.repeat_interleave(top_k, output_size=tokens * top_k)
+    order = key.argsort(stable=True)
+    sorted_key = key[order]
+    edges = torch.arange(1, experts * groups + 1, device=x.device, dtype=key.dtype)
+    group_offsets = torch.searchsorted(sorted_key, edges).int()
+    offsets = group_offsets[groups - 1 :: groups]
+
+    rows = x[order // top_k]
+    gate_up = F.grouped_mm(rows, w13.transpose(1, 2), offs=offsets)
+    if adapters is not None:
+        gate_up += _lora(rows, adapters.gate_up_a, adapters.gate_up_b, group_offsets)
+    gate, up = gate_up.chunk(2, dim=-1)
+    z = F.silu(gate) * up
+    y = F.grouped_mm(z, w2.transpose(1, 2), offs=offsets)
+    if adapters is not None:
+        y += _lora(z, adapters.down_a, adapters.down_b, group_offsets)
+    weights = torch.where(sorted_key < experts * groups, topk_weights.flatten()[order], 0)
+    by_pair = torch.empty_like(y)
+    # What lies beyond the last group was never written by grouped_mm.
+    by_pair[order] = torch.where(weights[:, None] == 0, 0, y * weights[:, None]).to(y.dtype)
+    return by_pair.view(tokens, top_k, -1).sum(1)
+
+
+def _lora(rows: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(F.grouped_mm(rows, a.transpose(1, 2), offs=offsets), b.transpose(1, 2), offs=offsets)

@@ -1,0 +1,130 @@
+"""What is timed: a stack of layers with weights of their own, run by each system on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import moelora
+from moelora.bench.grouped_mm import GroupedAdapters, grouped_mm_layer
+from moelora.bench.shapes import Adapters, BenchShape, floor_us, routing
+from moelora.lora import MoELoRA
+from moelora.reference import moe_lora_reference
+from moelora.testing.errors import row_errors
+from moelora.testing.inputs import random_adapter_ids, random_lora
+
+# Weights touched by one replay: several times the 60 MB of L2, so that no layer finds its weights there.
+MIN_ROTATED_BYTES = 400e6
+MAX_WEIGHT_BYTES = 60e9
+
+
+@dataclass
+class BenchLayer:
+    """One layer: weights, routing, adapters."""
+
+    w13: Tensor
+    w2: Tensor
+    lora: MoELoRA | None
+    grouped: GroupedAdapters | None
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+class Weights:
+    """Base weights and adapters of enough layers to keep L2 cold; shared by all token counts."""
+
+    def __init__(self, shape: BenchShape, adapters: Adapters, dtype: torch.dtype, device: torch.device) -> None:
+        layer = shape.layer
+        self.shape, self.adapters, self.dtype, self.device = shape, adapters, dtype, device
+        expert_bytes = 3 * layer.inter * layer.hidden * 2
+        # T = 1 touches about top_k * local share experts a layer.
+        touched = max(1, layer.top_k * layer.experts // shape.num_experts) * expert_bytes
+        count = int(MIN_ROTATED_BYTES / touched) + 1
+        self.count = max(2, min(count, int(MAX_WEIGHT_BYTES / (layer.experts * expert_bytes)), 12))
+        self.base = [self._base(seed) for seed in range(self.count)]
+        self.loras = [self._lora(seed) for seed in range(self.count)]
+
+    def _base(self, seed: int) -> tuple[Tensor, Tensor]:
+        layer = self.shape.layer
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def normal(*size: int) -> Tensor:
+            values = torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
+            return values.mul_(size[-1] ** -0.5)
+
+        return normal(layer.experts, 2 * layer.inter, layer.hidden), normal(layer.experts, layer.hidden, layer.inter)
+
+    def _lora(self, seed: int) -> tuple[MoELoRA, GroupedAdapters] | tuple[None, None]:
+        if self.adapters.count == 0:
+            return None, None
+        lora = random_lora(
+            self.adapters.count, self.shape.layer, self.adapters.rank, dtype=self.dtype, device=self.device,
+            shared_a=True, seed=seed,
+        )  # fmt: skip
+        lora.scaling.fill_(1.0)
+        return lora, GroupedAdapters.of(lora, with_base_rows=self.adapters.mixed)
+
+
+class Problem:
+    """One token count on given weights: inputs, the systems' runs, the floor, and the check against the oracle."""
+
+    def __init__(self, weights: Weights, tokens: int) -> None:
+        shape, adapters, device = weights.shape, weights.adapters, weights.device
+        self.shape, self.adapters, self.tokens = shape, adapters, tokens
+        generator = torch.Generator(device).manual_seed(tokens)
+        self.x = torch.randn(tokens, shape.layer.hidden, generator=generator, device=device, dtype=weights.dtype)
+        self.adapter_ids = None
+        if adapters.count:
+            ids = random_adapter_ids(tokens, adapters.count, device=device, seed=tokens)
+            self.adapter_ids = ids if adapters.mixed else ids.clamp(min=0)
+        self.layers = [
+            BenchLayer(*weights.base[i], *weights.loras[i], *routing(shape, tokens, 1000 * tokens + i, device))
+            for i in range(weights.count)
+        ]
+        self.outs = [torch.empty_like(self.x) for _ in self.layers]
+
+    def floor_us(self) -> float:
+        floors = [floor_us(self.shape, layer.topk_ids, self.adapters, self.adapter_ids) for layer in self.layers]
+        return sum(floors) / len(floors)
+
+    def run(self, system: str) -> None:
+        """All layers once, each on the same x, into `outs`."""
+        run_layer = SYSTEMS[system]
+        for i, layer in enumerate(self.layers):
+            self.outs[i] = run_layer(self, layer, self.outs[i])
+
+    def error(self, layer_index: int = 0) -> float:
+        """The worst row of the last run's `outs[layer_index]` against the float32 oracle."""
+        layer = self.layers[layer_index]
+        expected = moe_lora_reference(
+            self.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, lora=layer.lora,
+            adapter_ids=self.adapter_ids, num_experts=self.shape.num_experts, dtype=torch.float32,
+        )  # fmt: skip
+        return row_errors(self.outs[layer_index], expected).max().item()
+
+
+def _moelora(stream_mode: str) -> Callable:
+    def run(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
+        return moelora.fused_moe_lora(
+            problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, lora=layer.lora,
+            adapter_ids=problem.adapter_ids, num_experts=problem.shape.num_experts, stream_mode=stream_mode, out=out,
+        )  # fmt: skip
+
+    return run
+
+
+def _grouped_mm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
+    return grouped_mm_layer(
+        problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, layer.grouped, problem.adapter_ids
+    )
+
+
+SYSTEMS: dict[str, Callable] = {
+    "auto": _moelora("auto"),
+    "single": _moelora("single"),
+    "two": _moelora("two"),
+    "grouped_mm": _grouped_mm,
+}

@@ -15,9 +15,9 @@ MOELORA_HOST_DEVICE uint32_t bf16_bits(float value) {
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-// Ids that 16 signed bits cannot hold name no expert: -1.
+// Ids that 15 bits cannot hold name no expert: -1.
 MOELORA_HOST_DEVICE int32_t packed_word(int32_t id, float weight) {
-  const int32_t held = id >= INT16_MIN && id <= INT16_MAX ? id : -1;
+  const int32_t held = id >= 0 && id <= INT16_MAX ? id : -1;
   return static_cast<int32_t>(static_cast<uint32_t>(held) << 16 | bf16_bits(weight));
 }
 

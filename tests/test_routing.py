@@ -1,0 +1,3 @@
+"""routing on the CPU."""
+
+from routing_cases import *  # noqa: F403

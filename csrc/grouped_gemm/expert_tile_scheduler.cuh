@@ -20,18 +20,21 @@ struct ExpertTileSchedulerParams {
   int32_t num_experts;                // at most kMaxExperts
   int32_t sort_tile_rows;             // tile_rows of moe_sort
   int32_t num_feature_tiles;          // ceil(out_features / features of a cluster)
+  // Where the block keeps its token_tile_offsets, in bytes of dynamic shared memory. They follow
+  // CUTLASS's storage: as a static array they would lie before it and spoil its alignment.
+  int32_t shared_offset;
 };
 
 // Token tiles before each expert, exclusive prefix sums [num_experts + 1], in shared memory.
-CUTLASS_DEVICE int32_t* token_tile_offsets() {
-  __shared__ int32_t offsets[kMaxExperts + 1];
-  return offsets;
+CUTLASS_DEVICE int32_t* token_tile_offsets(const ExpertTileSchedulerParams& params) {
+  extern __shared__ char shared[];
+  return reinterpret_cast<int32_t*>(shared + params.shared_offset);
 }
 
-// Fills token_tile_offsets(). Called by all threads of a block.
+// Fills token_tile_offsets. Called by all threads of a block.
 template <int kTokenTile>
 CUTLASS_DEVICE void count_token_tiles(const ExpertTileSchedulerParams& params) {
-  int32_t* offsets = token_tile_offsets();
+  int32_t* offsets = token_tile_offsets(params);
   const int32_t num_experts = params.num_experts;
   for (int32_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
     const int32_t rows = params.expert_offsets_ptr[e + 1] - params.expert_offsets_ptr[e];
@@ -123,7 +126,7 @@ class ExpertTileScheduler : public cutlass::gemm::kernel::detail::StaticPersiste
   }
 
   CUTLASS_DEVICE WorkTileInfo get_current_work() const {
-    const int32_t* offsets = token_tile_offsets();
+    const int32_t* offsets = token_tile_offsets(params_);
     if (token_tile_ >= offsets[params_.num_experts]) return {};
     // The expert with offsets[expert] <= token_tile < offsets[expert + 1].
     int32_t expert = 0;

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 
+#include "../common/grid.h"
 #include "../common/launch.h"
 #include "cute/tensor.hpp"
 #include "cutlass/bfloat16.h"
@@ -30,6 +31,10 @@
 #include "row_window.cuh"
 
 namespace moelora {
+
+// Shared memory that a block may have on sm90 and sm100, and what ExpertTileScheduler takes of it.
+constexpr int kMaxSharedBytes = 227 * 1024;
+constexpr int kTokenTileOffsetsBytes = (kMaxExperts + 1) * sizeof(int32_t);
 
 template <GemmArch kArch, int kConfig>
 struct GemmArchTraits;
@@ -104,7 +109,7 @@ struct GroupedGemm {
       TmaStoreRows<kTokenTile>>::type;
 
   static constexpr int kReservedShared =
-      sizeof(typename Epilogue::SharedStorage) + (kMaxExperts + 1) * sizeof(int32_t);
+      sizeof(typename Epilogue::SharedStorage) + kTokenTileOffsetsBytes;
   using Mainloop =
       typename Traits::template RowsMainloop<typename cutlass::gemm::collective::CollectiveBuilder<
           typename Traits::Tag, cutlass::arch::OpClassTensorOp, Element, StrideWeight, kAlignment,
@@ -174,9 +179,12 @@ void run_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream, int3
       {},
       {}};
   arguments.hw_info.sm_count = num_sms;
-  arguments.scheduler = {params.expert_offsets_ptr, params.maps.tile_row_limit_ptr,
-                         params.num_local_experts, params.maps.tile_rows,
-                         static_cast<int32_t>(num_feature_tiles)};
+  arguments.scheduler = {params.expert_offsets_ptr,
+                         params.maps.tile_row_limit_ptr,
+                         params.num_local_experts,
+                         params.maps.tile_rows,
+                         static_cast<int32_t>(num_feature_tiles),
+                         Kernel::SharedStorageSize};
   const typename Kernel::Params kernel_params =
       Kernel::to_underlying_arguments(arguments, /*workspace=*/nullptr);
   check_tensor_map(kernel_params.mainloop.tma_load_a, "weights", params);
@@ -188,17 +196,18 @@ void run_grouped_gemm(const GroupedGemmParams& params, cudaStream_t stream, int3
   const int64_t num_clusters =
       std::min<int64_t>(max_token_tiles * num_feature_tiles, num_sms / kTiles.cluster);
 
+  static_assert(Kernel::SharedStorageSize + kTokenTileOffsetsBytes <= kMaxSharedBytes);
+  static_assert(Kernel::SharedStorageSize % sizeof(int32_t) == 0);
+  const size_t shared_bytes = Kernel::SharedStorageSize + kTokenTileOffsetsBytes;
   auto* kernel = grouped_gemm_kernel<Kernel, kTokenTile>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  Kernel::SharedStorageSize),
-             kTiles.name);
+  allow_shared_bytes(kTiles.name, kernel, shared_bytes);
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(kTiles.cluster), 1, 1};
   cudaLaunchConfig_t launch = {};
   launch.gridDim = dim3(static_cast<unsigned>(num_clusters) * kTiles.cluster);
   launch.blockDim = dim3(Kernel::MaxThreadsPerBlock);
-  launch.dynamicSmemBytes = Kernel::SharedStorageSize;
+  launch.dynamicSmemBytes = shared_bytes;
   launch.stream = stream;
   launch.attrs = &cluster;
   launch.numAttrs = 1;

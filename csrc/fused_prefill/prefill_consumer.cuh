@@ -1,0 +1,174 @@
+// A consumer warpgroup of a prefill GEMM: 64 weight rows times every token of the tile.
+#pragma once
+
+#include "prefill_epilogue.cuh"
+#include "prefill_producer.cuh"
+
+namespace moelora::fused_prefill {
+
+template <class T, class Tile, bool kGateUp>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const PrefillGemmMaps& maps, const PrefillGemmParams& params,
+                                      uint32_t shared_base, int group, int thread)
+      : maps_(maps), p_(params), base_(shared_base) {
+    group_.staging = shared_base + Tile::kStagingAt + group * Tile::kStagingBytes;
+    group_.group = group;
+    group_.warp = thread >> 5;
+    group_.lane = thread & 31;
+    group_.elected = thread == 0;
+  }
+
+  __device__ __forceinline__ void run(int num_items) {
+    const int step = gridDim.x;
+    TokenTile next = load_tile(p_, blockIdx.x, num_items);
+    for (int item = blockIdx.x; item < num_items; item += step) {
+      const TokenTile tile = next;
+      next = load_tile(p_, item + step, num_items);
+      const int block = item % p_.weight_blocks;
+      // The width is the instruction's: one copy of the loop for each.
+      switch (__shfl_sync(~0u, tile.rows / kRowStep, 0)) {
+        case 1:
+          run_item<1>(tile, block);
+          break;
+        case 2:
+          run_item<2>(tile, block);
+          break;
+        case 3:
+          run_item<3>(tile, block);
+          break;
+        case 4:
+          run_item<4>(tile, block);
+          break;
+        case 5:
+          run_item<5>(tile, block);
+          break;
+        case 6:
+          run_item<6>(tile, block);
+          break;
+        case 7:
+          run_item<7>(tile, block);
+          break;
+        case 8:
+          run_item<8>(tile, block);
+          break;
+        case 9:
+          run_item<9>(tile, block);
+          break;
+        case 10:
+          run_item<10>(tile, block);
+          break;
+        case 11:
+          run_item<11>(tile, block);
+          break;
+        case 12:
+          run_item<12>(tile, block);
+          break;
+        case 13:
+          run_item<13>(tile, block);
+          break;
+        case 14:
+          run_item<14>(tile, block);
+          break;
+        case 15:
+          run_item<15>(tile, block);
+          break;
+        case 16:
+          run_item<16>(tile, block);
+          break;
+      }
+    }
+    if (group_.elected) sm90::bulk_wait_all();
+  }
+
+ private:
+  template <int kSteps>
+  __device__ __forceinline__ void run_item(const TokenTile& tile, int block) {
+    if constexpr (kSteps <= Tile::kMaxSteps) {
+      constexpr int N = kSteps * kRowStep;
+      sm90::WgmmaAccumulators<N> acc;
+      acc.clear();
+      multiply_blocks<N>(acc);
+      for (int units = tile.units; units > 0; units -= 4) multiply_units<N>(acc, units);
+      if constexpr (kGateUp) {
+        finish_gate_up<T, N>(acc, maps_, p_, tile, block, group_);
+      } else {
+        finish_down<T, Tile, N>(acc, maps_, p_, tile, block, group_);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void wait_full() const {
+    ptx::mbarrier_wait(base_ + Tile::kFullAt + 8 * at_.stage, at_.parity);
+  }
+  __device__ __forceinline__ uint32_t empty() const {
+    return base_ + Tile::kEmptyAt + 8 * at_.stage;
+  }
+  __device__ __forceinline__ uint64_t weights() const {
+    return sm90::wgmma_descriptor(base_ + at_.stage * Tile::kStageBytes +
+                                  group_.group * (Tile::kWeightBytes / kConsumerGroups));
+  }
+  __device__ __forceinline__ uint64_t tokens() const {
+    return sm90::wgmma_descriptor(base_ + at_.stage * Tile::kStageBytes + Tile::kWeightBytes);
+  }
+
+  template <int N, int kCount>
+  __device__ __forceinline__ void issue_steps(sm90::WgmmaAccumulators<N>& acc) const {
+    const uint64_t a = weights(), b = tokens();
+    acc.pin();
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      sm90::Wgmma<T, N>::run(acc.d, a + k * sm90::kWgmmaKStep, b + k * sm90::kWgmmaKStep);
+    }
+    sm90::wgmma_commit();
+  }
+
+  // Every K block of W x. A stage is handed back once the next one's products are under way.
+  template <int N>
+  __device__ __forceinline__ void multiply_blocks(sm90::WgmmaAccumulators<N>& acc) {
+    uint32_t previous = 0;
+#pragma unroll 1
+    for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
+      wait_full();
+      // Rows of x came by cp.async, which is not the proxy that wgmma reads by.
+      if constexpr (kGateUp) ptx::fence_proxy_async_shared();
+      issue_steps<N, 4>(acc);
+      sm90::wgmma_wait<1>();
+      if (k_block > 0 && group_.lane == 0) ptx::mbarrier_arrive(previous);
+      previous = empty();
+      at_.advance();
+    }
+    sm90::wgmma_wait<0>();
+    acc.pin();
+    if (group_.lane == 0) ptx::mbarrier_arrive(previous);
+  }
+
+  // One adapter stage: up to four units of 16 ranks.
+  template <int N>
+  __device__ __forceinline__ void multiply_units(sm90::WgmmaAccumulators<N>& acc, int units) {
+    wait_full();
+    ptx::fence_proxy_async_shared();
+    if (units > 2) {
+      issue_steps<N, 4>(acc);
+      sm90::wgmma_wait<0>();
+    } else if (units == 2) {
+      issue_steps<N, 2>(acc);
+      sm90::wgmma_wait<0>();
+    } else {
+      issue_steps<N, 1>(acc);
+      sm90::wgmma_wait<0>();
+    }
+    acc.pin();
+    if (group_.lane == 0) ptx::mbarrier_arrive(empty());
+    at_.advance();
+  }
+
+  const PrefillGemmMaps& maps_;
+  const PrefillGemmParams& p_;
+  const uint32_t base_;
+  ConsumerGroup group_;
+  RingPosition<Tile::kStages> at_{0};
+};
+
+}  // namespace moelora::fused_prefill

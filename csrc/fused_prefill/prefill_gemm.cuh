@@ -1,0 +1,54 @@
+// The grouped GEMM of a prefill layer, for gate_up (with gather and activation) and for down.
+#pragma once
+
+#include "prefill_consumer.cuh"
+#include "prefill_producer.cuh"
+
+namespace moelora::fused_prefill {
+
+// Persistent: any grid size is right, one block an SM is meant. A block takes items blockIdx.x,
+// + gridDim.x, ...; an item is 128 weight rows times one token tile, and weights are the M operand,
+// so that tokens are padded to 16 only.
+//   gate_up: z[row, :] = act(W13[e] x[row_token[row]] + b + B v[row]) for every row of the tile
+//   list down:    y[row, :] = W2[e] z[row] + b + B v[row]
+// One warpgroup fills the ring, two multiply. Needs: dynamic shared memory of Tile::kSharedBytes,
+// x, B and v rows on 16-byte boundaries, and the tile list of build_tiles.
+template <class T, int kConfigIndex, bool kGateUp>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    prefill_gemm_kernel(const __grid_constant__ PrefillGemmMaps maps,
+                        const __grid_constant__ PrefillGemmParams params) {
+  using Tile = GemmTile<kConfigIndex>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = ptx::shared_address(shared);
+  if ((base & 1023) != 0) __trap();  // the swizzles count from 1024-byte lines
+  const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < Tile::kStages; ++s) {
+      // Full: each producer thread's cp.async, and one arrival that announces the TMA bytes.
+      ptx::mbarrier_init(base + Tile::kFullAt + 8 * s, kGroupThreads + 1);
+      ptx::mbarrier_init(base + Tile::kEmptyAt + 8 * s, kConsumerGroups * kGroupThreads / 32);
+    }
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&maps.weights);
+    ptx::prefetch_tensor_map(&maps.out.rows64);
+    ptx::prefetch_tensor_map(&maps.out.rows16);
+  }
+  __syncthreads();
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  const int num_items = sm90::load_pinned_4(params.num_tiles) * params.weight_blocks;
+
+  // 384 threads start with 168 registers each; 2 * 128 * 200 + 128 * 104 is the same sum.
+  if (group == kConsumerGroups) {
+    sm90::give_registers_back<104>();
+    Producer<Tile, kGateUp>(maps, params, base,
+                            reinterpret_cast<int32_t*>(shared + Tile::kTokenIndexAt), thread)
+        .run(num_items);
+  } else {
+    sm90::take_registers<200>();
+    Consumer<T, Tile, kGateUp>(maps, params, base, group, thread).run(num_items);
+  }
+}
+
+}  // namespace moelora::fused_prefill

@@ -1,0 +1,41 @@
+// Launches one instantiation of the prefill GEMM on every SM.
+#pragma once
+
+#include "../common/launch.h"
+#include "prefill_gemm.cuh"
+#include "prefill_gemm.h"
+
+namespace moelora::fused_prefill {
+
+inline int multiprocessor_count() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "prefill_gemm");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+             "prefill_gemm");
+  return count;
+}
+
+template <class T, bool kGateUp, int kConfigIndex>
+void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, void* stream) {
+  const auto kernel = prefill_gemm_kernel<T, kConfigIndex, kGateUp>;
+  constexpr int kBytes = GemmTile<kConfigIndex>::kSharedBytes;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+             "prefill_gemm");
+  LaunchConfig config;
+  config.grid = dim3(multiprocessor_count());
+  config.block = dim3(kGemmThreads);
+  config.shared_bytes = kBytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.dependent = true;
+  launch_kernel("prefill_gemm", kernel, config, maps, params);
+}
+
+template <class T, bool kGateUp>
+void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, int config_index,
+                 void* stream) {
+  static_assert(kNumFusedPrefillConfigs == 2, "one call for each");
+  if (config_index == 0) return launch_gemm<T, kGateUp, 0>(maps, params, stream);
+  launch_gemm<T, kGateUp, 1>(maps, params, stream);
+}
+
+}  // namespace moelora::fused_prefill

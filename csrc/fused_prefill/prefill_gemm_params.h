@@ -1,0 +1,90 @@
+// What one launch of a prefill GEMM reads, and the layout of its shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include "prefill_layout.h"
+
+namespace moelora::fused_prefill {
+
+constexpr int kWeightRows = 128;   // of an item: 64 a consumer warpgroup
+constexpr int kBlockColumns = 64;  // of K a stage: rows of 128 bytes
+constexpr int kRowBytes = 128;
+constexpr int kConsumerGroups = 2;
+constexpr int kGroupThreads = 128;
+constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;
+
+// Rows of an operand or an output in boxes of 64 rows and, for what is left of a tile, of 16.
+struct RowMaps64And16 {
+  CUtensorMap rows64, rows16;
+};
+
+struct PrefillGemmMaps {
+  CUtensorMap weights;
+  RowMaps64And16 tokens;  // of z; unused where x is gathered
+  RowMaps64And16 out;
+};
+
+struct PrefillGemmParams {
+  const TokenTile* tiles;
+  const int32_t* num_tiles;
+  int32_t weight_blocks;  // blocks of kWeightRows
+  int32_t k_blocks;       // blocks of kBlockColumns
+
+  // gate_up: tile row r is row row_token[first_row + r] of x.
+  const void* x_ptr;
+  uint32_t x_row_bytes;
+  int32_t x_columns;
+  const int32_t* row_token;
+
+  // Adapter expand: B [L, E_loc or 1, out, R] and the rank vectors v [rows, 2 R or R], which hold
+  // `scaling` already; v's rows go by token or by permuted row.
+  const LoraUnit* units;  // [tiles, units_capacity]
+  int32_t units_capacity;
+  const void* b_ptr;
+  int64_t b_slot_bytes, b_expert_bytes, b_row_bytes;
+  const void* v_ptr;
+  uint32_t v_row_bytes;
+  bool v_by_token;
+  int32_t rank;  // R
+
+  // Epilogue.
+  const void* bias_ptr;  // [E_loc, out] or null
+  int32_t out_columns;   // I for gate_up, H for down
+  GateUpLayout layout;
+  ActivationKind activation;
+  float activation_alpha, activation_limit;
+  const float* row_weight;  // by permuted row, scales W x and the adapter before the bias; or null
+};
+
+template <int kConfigIndex>
+struct GemmTile {
+  static constexpr FusedPrefillConfig kConfig = kFusedPrefillConfigs[kConfigIndex];
+  static constexpr int kMaxTokens = kConfig.max_tokens;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kMaxSteps = kMaxTokens / kRowStep;
+
+  // A stage: 128 weight rows, then the tile's token rows.
+  static constexpr int kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kStageBytes = kWeightBytes + kMaxTokens * kRowBytes;
+
+  // Output staging of a warpgroup. gate_up: a whole tile of 32 columns; down: buffers of 64 tokens
+  // x 64 columns, used in turn.
+  static constexpr int kStagingBytes = kMaxTokens * 64;
+  static constexpr int kDownBufferBytes = 64 * 128;
+  static constexpr int kDownBuffers = kStagingBytes / kDownBufferBytes >= 2 ? 2 : 1;
+
+  // Byte offsets in dynamic shared memory, which must start at a multiple of 1024.
+  static constexpr int kStagingAt = kStages * kStageBytes;
+  static constexpr int kTokenIndexAt = kStagingAt + kConsumerGroups * kStagingBytes;
+  static constexpr int kFullAt = kTokenIndexAt + 2 * kMaxTokens * 4;
+  static constexpr int kEmptyAt = kFullAt + 8 * kStages;
+  static constexpr int kSharedBytes = kEmptyAt + 8 * kStages;
+
+  static_assert(kMaxTokens % kRowStep == 0 && kMaxTokens <= 256, "the N of one wgmma");
+  static_assert(kStageBytes % 1024 == 0 && kStagingBytes % 1024 == 0, "swizzle alignment");
+  static_assert(kStagingBytes >= kDownBufferBytes, "a down buffer fits");
+  static_assert(kFullAt % 8 == 0 && kSharedBytes <= 232448, "fits an SM");
+};
+
+}  // namespace moelora::fused_prefill

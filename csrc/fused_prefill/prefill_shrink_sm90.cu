@@ -1,0 +1,258 @@
+#include "../common/grid.h"
+#include "../common/launch.h"
+#include "../common/vector.cuh"
+#include "prefill_ptx.cuh"
+#include "prefill_shrink.h"
+#include "prefill_wgmma.cuh"
+
+namespace moelora::fused_prefill {
+namespace {
+
+constexpr int kRowBytes = 128;  // 64 columns of K a stage
+constexpr int kMinBlocks =
+    132;  // below this many blocks, smaller ones are worth their rereads of A
+
+// Rows are the M operand, 64 a warpgroup, and rows of A the N operand.
+template <int kWarpgroups, int kColumns_>
+struct ShrinkTile {
+  static constexpr int kThreads = 128 * kWarpgroups;
+  static constexpr int kRows = 64 * kWarpgroups;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kXBytes = kRows * kRowBytes;
+  static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
+  // Two blocks an SM where the accumulators allow it.
+  static constexpr int kBlocksPerSm = kColumns <= 128 ? 2 : 1;
+  static constexpr int kFit = 220 * 1024 / kBlocksPerSm / kStageBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  // Behind the ring: each row's slot, the rows of a pass, a word a warp. (All of it dynamic, so
+  // that the ring starts where dynamic shared memory does, at a multiple of 1024.)
+  static constexpr int kListsAt = kStages * kStageBytes;
+  static constexpr int kSharedBytes = kListsAt + 4 * (2 * kRows + kThreads / 32);
+  static_assert(kStages >= 3, "enough loads in flight");
+};
+
+// The rows a block works on.
+struct BlockRows {
+  int32_t expert, first, count;
+};
+
+__device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t rows_per_block) {
+  if (p.tiles == nullptr) {
+    const int64_t first = int64_t{blockIdx.x} * rows_per_block;
+    const int64_t left = p.num_tokens - first;
+    return {0, static_cast<int32_t>(first),
+            static_cast<int32_t>(left < rows_per_block ? left : rows_per_block)};
+  }
+  const int32_t parts = (p.max_tokens + rows_per_block - 1) / rows_per_block;
+  const int32_t tile_idx = blockIdx.x / parts, part = blockIdx.x % parts;
+  if (tile_idx >= *p.num_tiles) return {0, 0, 0};
+  const TokenTile tile = p.tiles[tile_idx];
+  // As few even parts, in steps of 16 rows, as hold the tile.
+  const int32_t used = (tile.rows + rows_per_block - 1) / rows_per_block;
+  if (part >= used) return {0, 0, 0};
+  const int32_t steps = tile.rows / kRowStep;
+  const int32_t begin = steps * part / used * kRowStep, end = steps * (part + 1) / used * kRowStep;
+  return {tile.expert, tile.first_row + begin, end - begin};
+}
+
+// One block: up to kRows rows times kColumns rows of A (blockIdx.y picks them), one pass for each
+// slot that its rows use, in ascending order; a pass gathers the slot's rows only. Needs 16-byte
+// aligned rows of x and A.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p, int32_t rows_per_block) {
+  constexpr int kColumns = Tile::kColumns, kStages = Tile::kStages;
+  constexpr int kLoadRows = Tile::kThreads / 8;  // rows that all threads load at once
+  constexpr int kRowLoads = Tile::kRows / kLoadRows;
+  constexpr int kColumnLoads = (kColumns + kLoadRows - 1) / kLoadRows;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  int32_t* row_slot = reinterpret_cast<int32_t*>(shared + Tile::kListsAt);
+  int32_t* listed = row_slot + Tile::kRows;
+  int32_t* warp_value = listed + Tile::kRows;
+  const uint32_t base = ptx::shared_address(shared);
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  const BlockRows rows = rows_of_block(p, rows_per_block);
+  if (rows.count <= 0) return;
+  if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
+  if (thread < Tile::kRows) {
+    int32_t slot = -1;
+    if (thread < rows.count) {
+      slot = p.row_slot != nullptr ? p.row_slot[rows.first + thread] : p.slots(rows.first + thread);
+    }
+    row_slot[thread] = slot;
+  }
+  __syncthreads();
+
+  const int32_t a_rows = p.components * p.rank;
+  const int32_t first_column = blockIdx.y * kColumns;
+  const int32_t k_blocks = (p.in_features + 63) / 64;
+  const int load_row = thread >> 3, chunk = thread & 7;
+  const uint32_t place = load_row * kRowBytes + ((chunk ^ (load_row & 7)) << 4);
+
+  for (int32_t slot = -1;;) {
+    // The smallest slot above the last one.
+    const int32_t mine = thread < Tile::kRows ? row_slot[thread] : -1;
+    const int32_t least = __reduce_min_sync(~0u, mine > slot ? mine : INT32_MAX);
+    if (lane == 0) warp_value[warp] = least;
+    __syncthreads();
+    int32_t next = INT32_MAX;
+    for (int w = 0; w < Tile::kThreads / 32; ++w) next = min(next, warp_value[w]);
+    if (next == INT32_MAX) return;
+    slot = next;
+    const int32_t slot_rank = p.slots.rank(slot, p.part, p.rank);
+
+    // Its rows, in order.
+    const uint32_t votes = __ballot_sync(~0u, mine == slot);
+    __syncthreads();  // warp_value has been read, and the last pass is done with `listed`
+    if (lane == 0) warp_value[warp] = __popc(votes);
+    __syncthreads();
+    int32_t count = 0, before = 0;
+    for (int w = 0; w < Tile::kThreads / 32; ++w) {
+      if (w < warp) before += warp_value[w];
+      count += warp_value[w];
+    }
+    if (mine == slot) listed[before + __popc(votes & ((1u << lane) - 1))] = thread;
+    __syncthreads();
+    if (slot_rank == 0) continue;
+
+    const T* a = static_cast<const T*>(p.a_ptr) + slot * p.a_slot_stride +
+                 rows.expert * p.a_expert_stride + (first_column + load_row) * p.a_row_stride +
+                 chunk * 8;
+    const T* x[kRowLoads];
+#pragma unroll
+    for (int i = 0; i < kRowLoads; ++i) {
+      const int r = load_row + i * kLoadRows;
+      int64_t row = rows.first + (r < count ? listed[r] : 0);
+      if (p.row_token != nullptr) row = p.row_token[row];
+      x[i] = static_cast<const T*>(p.x_ptr) + row * p.x_stride + chunk * 8;
+    }
+    // Rows of A beyond the slot's rank, and columns beyond the last, count as zeros.
+    uint32_t column_wanted = 0;
+#pragma unroll
+    for (int i = 0; i < kColumnLoads; ++i) {
+      const int32_t column = first_column + load_row + i * kLoadRows;
+      if (column < a_rows && column % p.rank < slot_rank) column_wanted |= 1u << i;
+    }
+    const auto load = [&](int32_t k_block) {
+      if (k_block < k_blocks) {
+        const uint32_t stage = base + k_block % kStages * Tile::kStageBytes + place;
+        const int32_t column = k_block * 64;
+        const int bytes = column + chunk * 8 < p.in_features ? 16 : 0;
+#pragma unroll
+        for (int i = 0; i < kRowLoads; ++i) {
+          if (load_row + i * kLoadRows < count) {
+            ptx::cp_async_16(stage + i * kLoadRows * kRowBytes, x[i] + column, bytes);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kColumnLoads; ++i) {
+          if (kColumns % kLoadRows == 0 || load_row < kColumns) {
+            ptx::cp_async_16(stage + Tile::kXBytes + i * kLoadRows * kRowBytes,
+                             a + i * kLoadRows * p.a_row_stride + column,
+                             column_wanted >> i & 1 ? bytes : 0);
+          }
+        }
+      }
+      ptx::cp_async_commit();
+    };
+
+    const int group = thread >> 7;
+    const bool active = group * 64 < count;
+    sm90::WgmmaAccumulators<kColumns> acc;
+    acc.clear();
+    for (int s = 0; s < kStages - 1; ++s) load(s);
+    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+      ptx::cp_async_wait_group<kStages - 2>();
+      ptx::fence_proxy_async_shared();  // wgmma reads by another proxy than cp.async writes
+      __syncthreads();
+      load(k_block + kStages - 1);  // into the stage that everyone has just finished with
+      if (active) {
+        const uint32_t stage = base + k_block % kStages * Tile::kStageBytes;
+        const uint64_t x_desc = sm90::wgmma_descriptor(stage + group * 64 * kRowBytes);
+        const uint64_t a_desc = sm90::wgmma_descriptor(stage + Tile::kXBytes);
+        acc.pin();
+        sm90::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          sm90::Wgmma<T, kColumns>::run(acc.d, x_desc + k * sm90::kWgmmaKStep,
+                                        a_desc + k * sm90::kWgmmaKStep);
+        }
+        sm90::wgmma_commit();
+        sm90::wgmma_wait<0>();
+        acc.pin();
+      }
+    }
+
+    // Scale in fp32, round once. Columns of A's only component serve gate and up.
+    const bool gate_up = p.part == LoraPart::kGateUp;
+    const int32_t v_columns = gate_up ? 2 * p.rank : p.rank;
+    const int32_t copies = v_columns / a_rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = group * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * half;
+      if (r >= count) continue;
+      T* v = static_cast<T*>(p.v_ptr) + (int64_t{rows.first} + listed[r]) * v_columns;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        const int32_t column = first_column + 8 * j + 2 * (lane & 3);
+        if (column >= a_rows) continue;
+        for (int copy = 0; copy < copies; ++copy) {
+          const int32_t to = column + copy * a_rows;
+          const int32_t which = gate_up ? (to < p.rank ? 0 : 1) : 2;
+          const float scale = p.scaling_ptr == nullptr ? 1.0f : p.scaling_ptr[3 * slot + which];
+          *reinterpret_cast<uint32_t*>(v + to) =
+              ptx::pack2<T>(acc.d[4 * j + 2 * half] * scale, acc.d[4 * j + 2 * half + 1] * scale);
+        }
+      }
+    }
+  }
+}
+
+template <class T, int kWarpgroups, int kColumns>
+void launch(const PrefillShrinkParams& p, int32_t rows_per_block, cudaStream_t stream) {
+  using Tile = ShrinkTile<kWarpgroups, kColumns>;
+  const auto kernel = prefill_shrink_kernel<T, Tile>;
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
+      "prefill_shrink");
+  LaunchConfig config;
+  config.grid =
+      p.tiles == nullptr
+          ? blocks_for(p.num_tokens, rows_per_block)
+          : blocks_for(p.max_tiles * ((p.max_tokens + rows_per_block - 1) / rows_per_block), 1);
+  config.grid.y = (p.components * p.rank + kColumns - 1) / kColumns;
+  config.block = dim3(Tile::kThreads);
+  config.shared_bytes = Tile::kSharedBytes;
+  config.stream = stream;
+  config.dependent = true;
+  launch_kernel("prefill_shrink", kernel, config, p, rows_per_block);
+}
+
+template <class T, int kWarpgroups>
+void launch_columns(const PrefillShrinkParams& p, int32_t rows_per_block, cudaStream_t stream) {
+  const int32_t columns = p.components * p.rank;
+  if (columns <= 16) return launch<T, kWarpgroups, 16>(p, rows_per_block, stream);
+  if (columns <= 32) return launch<T, kWarpgroups, 32>(p, rows_per_block, stream);
+  if (columns <= 64) return launch<T, kWarpgroups, 64>(p, rows_per_block, stream);
+  if (columns <= 128) return launch<T, kWarpgroups, 128>(p, rows_per_block, stream);
+  launch<T, kWarpgroups, 256>(p, rows_per_block, stream);
+}
+
+template <class T>
+void launch_rows(const PrefillShrinkParams& p, cudaStream_t stream) {
+  if (p.expected_rows >= 128 * kMinBlocks) return launch_columns<T, 2>(p, 128, stream);
+  launch_columns<T, 1>(p, p.expected_rows >= 64 * kMinBlocks ? 64 : 32, stream);
+}
+
+}  // namespace
+
+void launch_prefill_shrink(const PrefillShrinkParams& params, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params.dtype == DType::kBFloat16) return launch_rows<__nv_bfloat16>(params, cuda_stream);
+  launch_rows<__half>(params, cuda_stream);
+}
+
+}  // namespace moelora::fused_prefill

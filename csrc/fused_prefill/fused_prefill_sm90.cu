@@ -248,17 +248,22 @@ void launch_prefill_down(const PrefillGemmMaps& maps, const PrefillGemmParams& p
   launch(maps, params, config_index, stream);
 }
 
+void run_prefill(const LayerParams& layer, const PrefillPlan& plan, void* workspace_ptr,
+                 void* stream) {
+  for (int64_t first = 0; first < layer.num_tokens; first += plan.chunk_tokens) {
+    const int64_t left = layer.num_tokens - first;
+    const LayerParams chunk =
+        chunk_of(layer, first, left < plan.chunk_tokens ? left : plan.chunk_tokens);
+    PrefillChunk(chunk, plan, workspace_ptr, stream).run();
+  }
+}
+
 }  // namespace fused_prefill
 
 void launch_fused_prefill(const LayerParams& layer, void* stream, void* workspace_ptr,
                           int64_t limit) {
-  const fused_prefill::PrefillPlan plan = fused_prefill::plan_prefill(layer, limit);
-  for (int64_t first = 0; first < layer.num_tokens; first += plan.chunk_tokens) {
-    const int64_t left = layer.num_tokens - first;
-    const LayerParams chunk =
-        fused_prefill::chunk_of(layer, first, left < plan.chunk_tokens ? left : plan.chunk_tokens);
-    fused_prefill::PrefillChunk(chunk, plan, workspace_ptr, stream).run();
-  }
+  fused_prefill::run_prefill(layer, fused_prefill::plan_prefill(layer, limit), workspace_ptr,
+                             stream);
 }
 
 }  // namespace moelora

@@ -77,10 +77,12 @@ inline bool has_lora(const LayerParams& layer) {
   return layer.slots.num_slots > 0 && (layer.gate_up.exists() || layer.down.exists());
 }
 
-inline PrefillPlan plan_prefill_chunk(const LayerParams& layer, int64_t tokens) {
+// The plan for chunks of `tokens` tokens with one tile configuration.
+inline PrefillPlan plan_prefill_chunk(const LayerParams& layer, int64_t tokens,
+                                      int32_t config_index) {
   PrefillPlan plan = {};
   plan.chunk_tokens = tokens;
-  plan.config_index = fused_prefill_config_index(ceil_div(tokens * layer.top_k, layer.num_experts));
+  plan.config_index = config_index;
   const PrefillSizes s =
       prefill_sizes(layer, tokens, kFusedPrefillConfigs[plan.config_index].max_tokens);
   const auto take = [&plan](int64_t bytes) {
@@ -114,12 +116,17 @@ inline PrefillPlan plan_prefill_chunk(const LayerParams& layer, int64_t tokens) 
 
 // One chunk where that stays under `limit` bytes, else even chunks, until kMinPrefillChunk.
 inline PrefillPlan plan_prefill(const LayerParams& layer, int64_t limit) {
-  int64_t chunks = 1;
-  PrefillPlan plan = plan_prefill_chunk(layer, layer.num_tokens);
-  while (plan.bytes > limit && plan.chunk_tokens > kMinPrefillChunk) {
-    plan = plan_prefill_chunk(layer, ceil_div(layer.num_tokens, ++chunks));
+  for (int64_t chunks = 1;; ++chunks) {
+    const int64_t tokens = ceil_div(layer.num_tokens, chunks);
+    const int64_t expected_rows = ceil_div(tokens * layer.top_k, layer.num_experts);
+    const PrefillPlan plan =
+        plan_prefill_chunk(layer, tokens, fused_prefill_config_index(expected_rows));
+    if (plan.bytes <= limit || tokens <= kMinPrefillChunk) return plan;
   }
-  return plan;
 }
+
+// Runs a call as planned, on a workspace of plan.bytes (fused_prefill_sm90.cu).
+void run_prefill(const LayerParams& layer, const PrefillPlan& plan, void* workspace_ptr,
+                 void* stream);
 
 }  // namespace moelora::fused_prefill

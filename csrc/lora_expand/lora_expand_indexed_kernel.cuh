@@ -18,27 +18,27 @@ constexpr int kExpandIndexedBlocksPerSm = 4;
 template <class T, bool kAligned>
 __device__ __forceinline__ float dot_ranks(const T* b_row, const float* v, int32_t rank) {
   float sum = 0.0f;
-  if constexpr (!kAligned) {
-    for (int32_t k = 0; k < rank; ++k) sum += to_float(b_row[k]) * v[k];
-    return sum;
-  }
-  for (int32_t first = 0; first < rank; first += 8 * kExpandIndexedInFlight) {
-    uint4 raw[kExpandIndexedInFlight];
+  if constexpr (kAligned) {
+    for (int32_t first = 0; first < rank; first += 8 * kExpandIndexedInFlight) {
+      uint4 raw[kExpandIndexedInFlight];
 #pragma unroll
-    for (int i = 0; i < kExpandIndexedInFlight; ++i) {
-      const int32_t k = first + 8 * i;
-      raw[i] = k < rank ? load_raw8(b_row + k) : make_uint4(0, 0, 0, 0);
-    }
+      for (int i = 0; i < kExpandIndexedInFlight; ++i) {
+        const int32_t k = first + 8 * i;
+        raw[i] = k < rank ? load_raw8(b_row + k) : make_uint4(0, 0, 0, 0);
+      }
 #pragma unroll
-    for (int i = 0; i < kExpandIndexedInFlight; ++i) {
-      float values[8];
-      unpack8<T>(raw[i], values);
+      for (int i = 0; i < kExpandIndexedInFlight; ++i) {
+        float values[8];
+        unpack8<T>(raw[i], values);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int32_t k = first + 8 * i + j;
-        sum += (k < rank ? values[j] : 0.0f) * v[k];
+        for (int j = 0; j < 8; ++j) {
+          const int32_t k = first + 8 * i + j;
+          sum += (k < rank ? values[j] : 0.0f) * v[k];
+        }
       }
     }
+  } else {
+    for (int32_t k = 0; k < rank; ++k) sum += to_float(b_row[k]) * v[k];
   }
   return sum;
 }

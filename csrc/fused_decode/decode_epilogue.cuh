@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_z(const KernelParams& k, const float* sums
     }
     const int pair = pair_of(entries[n]);
     if (p.weight_on_input) {
-      const float w = p.weights(pair);
+      const float w = matrix_element(p.weights, pair, 0);  // K = 1
       gate.x *= w, gate.y *= w, up.x *= w, up.y *= w;
     }
     if (p.w13_bias_ptr != nullptr) {
@@ -114,6 +114,62 @@ __device__ __forceinline__ void store_y(const KernelParams& k, const float* sums
     *reinterpret_cast<uint2*>(y + int64_t{pair_of(entries[n])} * hidden + column) =
         make_uint2(ptx::pack2<T>(low.x, low.y), ptx::pack2<T>(high.x, high.y));
   }
+}
+
+// One direct tile: 16 rows of `out` for every token, or this piece's share of them. Of several
+// pieces each leaves its fp32 sums in the workspace, and the last to arrive adds them up in the
+// order of the pieces, so that the bits do not depend on who came last.
+template <class C, class T>
+__device__ __forceinline__ void store_direct(const KernelParams& k, const Block<C>& block,
+                                             float* sums, const Tile& tile, int group, int thread) {
+  const FusedDecodeParams& p = k.p;
+  const int hidden = static_cast<int>(p.hidden_size), tokens = static_cast<int>(p.num_tokens);
+  constexpr int kPairs = C::kDownRows / 2;
+  const int token = thread / kPairs, j = thread % kPairs * 2;
+  const int column = tile.block * C::kDownRows + j;
+  const bool inside = token < tokens && column < hidden;
+  const auto store_out = [&](float2 value) {
+    *reinterpret_cast<uint32_t*>(static_cast<T*>(p.out_ptr) + int64_t{token} * p.out_stride +
+                                 column) =
+        ptx::pack2<T>(p.routed_scaling_factor * value.x, p.routed_scaling_factor * value.y);
+  };
+  float2 total = make_float2(0.0f, 0.0f);
+  if (inside) {
+    total = read_sums2<C, C::kDownRows>(sums, token, j);
+    if (p.w2_bias_ptr != nullptr) {
+      for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
+        const DirectItem& direct = block.lists.direct_items[i];
+        if ((direct.token_mask >> token & 1) == 0) continue;
+        const float2 bias =
+            load_bias2<T>(p.w2_bias_ptr, int64_t{block.item(i).expert} * hidden + column);
+        total.x += direct.weights[token] * bias.x;
+        total.y += direct.weights[token] * bias.y;
+      }
+    }
+  }
+  if (block.plan.pieces == 1) {
+    if (inside) store_out(total);
+    return;
+  }
+  float* partial = static_cast<float*>(k.y) + int64_t{token} * hidden + column;
+  const int64_t piece_stride = int64_t{tokens} * hidden;
+  if (inside) *reinterpret_cast<float2*>(partial + tile.index * piece_stride) = total;
+  ptx::named_barrier(1 + group, kGroupThreads);
+  bool* is_last = reinterpret_cast<bool*>(sums);  // the sums have been read
+  if (thread == 0) {
+    __threadfence();
+    *is_last = atomicAdd(k.row_blocks_done + tile.block, 1u) + 1 == block.plan.pieces;
+    __threadfence();
+  }
+  ptx::named_barrier(1 + group, kGroupThreads);
+  if (!*is_last || !inside) return;
+  total = make_float2(0.0f, 0.0f);
+  for (int piece = 0; piece < block.plan.pieces; piece++) {
+    const float2 value = __ldcg(reinterpret_cast<const float2*>(partial + piece * piece_stride));
+    total.x += value.x;
+    total.y += value.y;
+  }
+  store_out(total);
 }
 
 }  // namespace moelora::fused_decode

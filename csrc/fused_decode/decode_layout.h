@@ -41,12 +41,16 @@ template <int kConfigIndex>
 struct Tiles {
   static constexpr FusedDecodeConfig kConfig = kFusedDecodeConfigs[kConfigIndex];
   static constexpr int kGateUpRows = kConfig.gate_up_rows, kDownRows = kConfig.down_rows;
-  static constexpr int kGateUpColumns = kConfig.stage_columns;
-  static constexpr int kDownColumns = kGateUpColumns * kGateUpRows / kDownRows;
+  static constexpr int kGateUpColumns = kConfig.gate_up_columns;
+  static constexpr int kDownColumns = kConfig.down_columns;
   static constexpr int kMaxTokens = kConfig.max_tokens;
-  static constexpr int kWeightBytes = kGateUpRows * kGateUpColumns * 2;
+  static constexpr bool kDirect = kConfig.direct;
+  static constexpr int max2(int a, int b) { return a > b ? a : b; }
+  static constexpr int kWeightBytes =
+      2 * max2(kGateUpRows * kGateUpColumns, kDownRows* kDownColumns);
+  // Room for shrink stages of 256 columns x 8 tokens or 128 x 16 in any case.
   static constexpr int kTokenBytes =
-      kMaxTokens * token_pitch(kGateUpColumns > kDownColumns ? kGateUpColumns : kDownColumns);
+      max2(kMaxTokens * token_pitch(max2(kGateUpColumns, kDownColumns)), 16 * token_pitch(128));
 
   // Columns of a shrink stage for a tile of `blocks` x 8 tokens: as wide as fits, because a shrink
   // stage carries few rows.
@@ -64,17 +68,22 @@ struct Tiles {
   static constexpr int sum_floats(int rows) {
     return (rows % (16 * kGroupWarps) == 0 ? 1 : kGroupWarps) * kMaxTokens * (rows + 4);
   }
-  static constexpr int max3(int a, int b, int c) {
-    return a > b ? (a > c ? a : c) : (b > c ? b : c);
-  }
   static constexpr int kSumBytes =
-      4 * max3(sum_floats(kGateUpRows), sum_floats(kDownRows), sum_floats(kShrinkRows));
+      4 * max2(max2(sum_floats(kGateUpRows), sum_floats(kDownRows)), sum_floats(kShrinkRows));
 
   static_assert(kGateUpColumns % 64 == 0 && kDownColumns % 64 == 0, "64 columns a swizzled block");
   static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");
   static_assert(kMaxTokens * kExpandPitch <= kTokenBytes, "rank vectors fit a stage");
   static_assert(kShrinkRows * 64 * 2 <= kWeightBytes, "a shrink stage fits");
 };
+
+// Experts that one direct down tile adds up: about 96 KB of weights, so that tiles are neither the
+// tail nor all overhead; more where there would be over kMaxPieces pieces.
+constexpr int kMaxPieces = 32;
+constexpr int items_per_piece(int64_t intermediate_size, int down_rows) {
+  const int64_t items = 98304 / (2 * down_rows * intermediate_size);
+  return items < 1 ? 1 : static_cast<int>(items);
+}
 
 // Items: pieces of at most max_tokens pairs of one expert. The most there can be.
 constexpr int64_t max_items(int64_t pairs, int64_t experts, int64_t max_tokens) {
@@ -89,32 +98,44 @@ struct Segment {
   uint8_t gate_up_rank, down_rank;
 };
 
+// What a direct down tile needs of an item: by token, the router weight (a repeated id's weights
+// added up) and whether the token chose this expert.
+struct DirectItem {
+  float weights[8];
+  uint32_t token_mask;
+};
+
 // Byte offsets in dynamic shared memory. The prologue's scratch lies over the ring.
 struct SharedLayout {
   int32_t stages;
-  int32_t weights, tokens, sums, entries, items, first_segments, segments;
+  int32_t weights, tokens, sums, entries, items, first_segments, segments, direct_items;
   int32_t bytes;
 };
 
 constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
 constexpr int kMaxSharedBytes = 232448;
 
-constexpr SharedLayout shared_layout(int weight_bytes, int token_bytes, int sum_bytes, int pairs,
-                                     int items, bool has_lora) {
+template <class C>
+constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
   SharedLayout layout = {};
-  const int fixed = kBarrierBytes + kConsumerGroups * sum_bytes + 4 * pairs + 4 * items +
-                    (has_lora ? static_cast<int>(round_up(2 * (items + 1), 8)) + 8 * pairs : 0) +
-                    16;
-  const int stages = (kMaxSharedBytes - fixed) / (weight_bytes + token_bytes);
+  // Lists from the end of memory, largest alignment first; the ring takes what is left.
+  const int segment_bytes = has_lora ? 8 * pairs : 0;
+  const int direct_bytes = C::kDirect ? static_cast<int>(sizeof(DirectItem)) * items : 0;
+  const int first_segment_bytes = has_lora ? 2 * (items + 1) : 0;
+  const int list_bytes = segment_bytes + direct_bytes + 4 * pairs + 4 * items + first_segment_bytes;
+  const int stages =
+      (kMaxSharedBytes - kBarrierBytes - kConsumerGroups * C::kSumBytes - list_bytes) /
+      (C::kWeightBytes + C::kTokenBytes);
   layout.stages = stages < kMaxStages ? stages : kMaxStages;
   layout.weights = kBarrierBytes;
-  layout.tokens = layout.weights + layout.stages * weight_bytes;
-  layout.sums = layout.tokens + layout.stages * token_bytes;
-  layout.segments = layout.sums + kConsumerGroups * sum_bytes;
-  layout.entries = layout.segments + (has_lora ? 8 * pairs : 0);
+  layout.tokens = layout.weights + layout.stages * C::kWeightBytes;
+  layout.sums = layout.tokens + layout.stages * C::kTokenBytes;
+  layout.segments = layout.sums + kConsumerGroups * C::kSumBytes;
+  layout.direct_items = layout.segments + segment_bytes;
+  layout.entries = layout.direct_items + direct_bytes;
   layout.items = layout.entries + 4 * pairs;
   layout.first_segments = layout.items + 4 * items;
-  layout.bytes = layout.first_segments + (has_lora ? 2 * (items + 1) : 0);
+  layout.bytes = layout.first_segments + first_segment_bytes;
   return layout;
 }
 
@@ -125,15 +146,16 @@ MOELORA_HOST_DEVICE constexpr int64_t scratch_bytes(int64_t tokens, int64_t pair
   return 2 * 4 * round_up(experts, 128) + 4 * pairs + 2 * pairs + 2 * round_up(tokens, 2);
 }
 
-// Workspace: counters (zeroed by each call), then z [P, I], y [P, H], rank vectors
-// [P, 2, R1 rounded up to 16] (gate, up; scaled) and [P, R2 rounded up to 16].
+// Workspace: counters (zeroed by each call), then z [P, I], then y [P, H] or, for direct tiles,
+// fp32 sums [pieces, T, H], then rank vectors [P, 2, R1 rounded up to 16] (gate, up; scaled) and
+// [P, R2 rounded up to 16].
 struct Workspace {
   int64_t counters, z, y, gate_up_v, down_v, bytes;  // byte offsets
   int32_t num_counters, max_items, max_segments;
 };
 
-// Counters: [0] next ticket, [1] gate_up tiles done, then by item: gate_up tiles done, then by
-// segment: gate_up shrink tiles done, then by segment: down shrink tiles done.
+// Counters: [0] next ticket, [1] gate_up tiles done; then by item: gate_up tiles done; by segment:
+// gate_up shrink tiles done; by segment: down shrink tiles done; by row block: direct tiles done.
 constexpr int kTicketCounter = 0, kAllZCounter = 1, kItemCounters = 2;
 
 inline bool has_gate_up_lora(const FusedDecodeParams& p) {
@@ -151,9 +173,15 @@ inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) 
   w.max_items = static_cast<int32_t>(max_items(pairs, p.num_local_experts, config.max_tokens));
   w.max_segments = lora ? static_cast<int32_t>(pairs) : 0;
   w.num_counters = kItemCounters + w.max_items + 2 * w.max_segments;
+  if (config.direct) {
+    w.num_counters += static_cast<int32_t>(ceil_div(p.hidden_size, config.down_rows));
+  }
   w.z = round_up(4 * int64_t{w.num_counters}, 256);
   w.y = w.z + round_up(2 * pairs * p.intermediate_size, 256);
-  w.gate_up_v = w.y + round_up(2 * pairs * p.hidden_size, 256);
+  int64_t pieces = ceil_div(w.max_items, items_per_piece(p.intermediate_size, config.down_rows));
+  if (pieces > kMaxPieces) pieces = kMaxPieces;
+  w.gate_up_v =
+      w.y + round_up((config.direct ? 4 * pieces * p.num_tokens : 2 * pairs) * p.hidden_size, 256);
   w.down_v = w.gate_up_v;
   if (has_gate_up_lora(p)) w.down_v += round_up(4 * pairs * round_up(p.gate_up_rank, 16), 256);
   w.bytes = w.down_v;

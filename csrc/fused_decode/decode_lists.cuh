@@ -26,11 +26,28 @@ __device__ __forceinline__ Item unpack_item(uint32_t word) {
 __device__ __forceinline__ int pair_of(uint32_t entry) { return static_cast<int>(entry & 0xffff); }
 __device__ __forceinline__ uint32_t slot_of(uint32_t entry) { return entry >> 16; }
 
+// Element (row, column) of an id or weight matrix. By its expanded index it would cost a 64-bit
+// division.
+template <class Matrix>
+__device__ __forceinline__ auto matrix_element(Matrix matrix, int row, int column) {
+  const int64_t at = row * matrix.row_stride + column * matrix.col_stride;
+  matrix.num_cols = 1;
+  matrix.row_stride = 1;
+  return matrix(at);
+}
+// Local expert of an id, or a value that is not below num_local_experts: ids below the offset and
+// negative ones wrap to large values.
+__device__ __forceinline__ uint32_t local_expert(const FusedDecodeParams& p, int row, int column) {
+  return static_cast<uint32_t>(matrix_element(p.ids, row, column)) -
+         static_cast<uint32_t>(p.expert_offset);
+}
+
 struct Lists {
   uint32_t* entries;         // [local pairs] by expert
   uint32_t* items;           // packed
   uint16_t* first_segments;  // [items + 1], where there are adapters
   Segment* segments;
+  DirectItem* direct_items;  // [items], where down tiles are direct
 };
 struct ListSizes {
   int items, segments;
@@ -42,6 +59,7 @@ struct Scratch {
   uint32_t* keys;         // [P] unsorted entries
   uint16_t* experts;      // [P] the expert of each key
   uint16_t* token_slots;  // [T]
+  float* weights;         // [P], for direct tiles
 };
 __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int experts) {
   Scratch s;
@@ -50,7 +68,8 @@ __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int e
   s.bases = s.counts + padded;
   s.keys = reinterpret_cast<uint32_t*>(s.bases + padded);
   s.experts = reinterpret_cast<uint16_t*>(s.keys + pairs);
-  s.token_slots = s.experts + pairs;
+  s.token_slots = s.experts + (pairs + 1) / 2 * 2;
+  s.weights = reinterpret_cast<float*>(s.token_slots + (pairs + 1) / 2 * 2);
   return s;
 }
 
@@ -158,12 +177,45 @@ __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const
   }
 }
 
+// Direct tiles have one column a token, so a repeated id must count once, with its weights added
+// up: drops the later pairs. s.experts holds the expert of each pair (none: 0xffff).
+__device__ __forceinline__ int merge_repeats(const FusedDecodeParams& p, const Scratch& s, int pair,
+                                             int expert) {
+  const int row = pair / p.top_k;
+  bool repeat = false;
+  float weight = 0.0f;
+  for (int column = 0; column < p.top_k; column++) {
+    const int other = row * p.top_k + column;
+    if (s.experts[other] != expert) continue;
+    repeat |= other < pair;
+    weight += p.weight_on_input ? 1.0f : matrix_element(p.weights, row, column);
+  }
+  s.weights[pair] = weight;
+  return repeat ? -1 : expert;
+}
+__device__ __forceinline__ void build_direct_items(const FusedDecodeParams& p, const Lists& lists,
+                                                   const Scratch& s, int num_items, int tid) {
+  for (int i = tid; i < num_items; i += kThreads) {
+    const Item item = unpack_item(lists.items[i]);
+    DirectItem& direct = lists.direct_items[i];
+#pragma unroll
+    for (int t = 0; t < 8; t++) direct.weights[t] = 0.0f;
+    uint32_t mask = 0;
+    for (int n = 0; n < item.count; n++) {
+      const int pair = pair_of(lists.entries[item.start + n]), token = pair / p.top_k;
+      direct.weights[token] = s.weights[pair];
+      mask |= 1u << token;
+    }
+    direct.token_mask = mask;
+  }
+}
+
 // All threads of the block. gate_up_rank and down_rank: R1 and R2, 0 for an absent part.
 // `shared` holds four zeroed ints; a block barrier must follow before they and the lists are read.
-template <int kMaxTokens>
+template <int kMaxTokens, bool kDirect>
 __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint8_t* scratch,
                             int gate_up_rank, int down_rank, int* shared, int tid) {
-  constexpr int kRounds = (kMaxPairs + kThreads - 1) / kThreads;
+  constexpr int kRounds = ((kDirect ? 8 * kMaxTopK : kMaxPairs) + kThreads - 1) / kThreads;
   const int num_pairs = static_cast<int>(p.num_tokens) * p.top_k;
   const int num_tokens = static_cast<int>(p.num_tokens);
   const bool has_lora = gate_up_rank + down_rank > 0;
@@ -176,9 +228,8 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     const int pair = tid + q * kThreads;
     expert[q] = -1;
     if (pair < num_pairs) {
-      // Unsigned: ids below the offset and negative ones are too large as well.
-      const uint32_t local =
-          static_cast<uint32_t>(p.ids(pair)) - static_cast<uint32_t>(p.expert_offset);
+      const int row = pair / p.top_k;
+      const uint32_t local = local_expert(p, row, pair - row * p.top_k);
       if (local < static_cast<uint32_t>(p.num_local_experts)) expert[q] = static_cast<int>(local);
     }
   }
@@ -192,26 +243,33 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
       s.token_slots[t] = static_cast<uint16_t>(slot < 0 ? kNoSlot : slot);
     }
   }
+  if constexpr (kDirect) {
+    static_assert(kRounds == 1, "every pair has a thread");
+    if (tid < num_pairs) s.experts[tid] = static_cast<uint16_t>(expert[0]);
+    __syncthreads();
+    if (expert[0] >= 0) expert[0] = merge_repeats(p, s, tid, expert[0]);
+  }
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
     if (expert[q] >= 0) place[q] = atomicAdd(s.counts + expert[q], 1);
   }
   __syncthreads();
-  bool differs = false;
+
+  // All blocks must agree on which pairs the items of a cut list hold, and segments need their
+  // slots together: such lists are sorted.
+  bool mixes = false, cuts = false;
   if (has_lora) {
     for (int t = tid; t < num_tokens; t += kThreads) {
-      differs |= s.token_slots[t] != s.token_slots[0];
+      mixes |= s.token_slots[t] != s.token_slots[0];
     }
   }
+  for (int e = tid; e < p.num_local_experts; e += kThreads) cuts |= s.counts[e] > kMaxTokens;
   if (tid < 32) {
     const int items = place_experts<kMaxTokens>(s, lists.items, p.num_local_experts, tid);
     if (tid == 0) shared[3] = items;
   }
-  const bool mixed = __syncthreads_or(differs);
-
-  // All blocks must agree on which pairs a cut list's items hold, and segments need their slots
-  // together: such lists are sorted.
-  const bool sorts = mixed || num_pairs > kMaxTokens;
+  const bool mixed = __syncthreads_or(mixes);
+  const bool sorts = __syncthreads_or(mixes || cuts);
   uint32_t* keys = sorts ? s.keys : lists.entries;
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
@@ -238,6 +296,7 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     }
     __syncthreads();
   }
+  if constexpr (kDirect) build_direct_items(p, lists, s, num_items, tid);
   if (has_lora) build_segments(p, lists, num_items, gate_up_rank, down_rank, shared, tid);
 }
 

@@ -151,7 +151,18 @@ struct TileSums {
   }
 };
 
-// Two or four neighbouring sums of token n, rows `row` on, over the planes of the group's warps.
+// total += weight * sums of one 16-row fragment for the tokens of `mask`; the other tokens' sums
+// are of whatever the stage held.
+__device__ __forceinline__ void add_weighted(float (&total)[4], const float (&sums)[4],
+                                             const float* weights, uint32_t mask, int lane) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int token = 2 * (lane & 3) + (i & 1);
+    if (mask >> token & 1) total[i] += weights[token] * sums[i];
+  }
+}
+
+// Two neighbouring sums of token n, from row `row` on, over the planes of the group's warps.
 template <class C, int kRows>
 __device__ __forceinline__ float2 read_sums2(const float* sums, int n, int row) {
   constexpr int kPlanes = kRows % (16 * kGroupWarps) == 0 ? 1 : kGroupWarps;

@@ -6,251 +6,324 @@
 
 namespace moelora::fused_decode {
 
-// Stages that carry a segment's B and rank vectors.
-__device__ __forceinline__ int expand_stages(int rank) {
-  return ceil_div_int(rank, kExpandColumns);
-}
-
 // One lane. Takes tickets, announces tiles, streams weights and adapter matrices. It waits for free
 // stages only, never for another block's results.
 template <class C>
-__device__ void stream_weights(const KernelParams& k, const TensorMaps& maps, const Block& block,
-                               int ticket) {
-  const FusedDecodeParams& p = k.p;
-  const Ring& ring = block.ring;
-  const int hidden = static_cast<int>(p.hidden_size);
-  const int inter = static_cast<int>(p.intermediate_size);
-  const uint64_t policy = ptx::evict_first_policy();
-  RingCursor at = {0, 0};
-  int n = 0;  // tiles announced
-  for (;;) {
-    const Tile tile = block.plan.tile(ticket);
-    if (tile.kind == TileKind::kEnd) break;
-    int next = -1;
-    const auto take_ticket = [&] {
-      next = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
-    };
-    const bool gate_up = is_gate_up(tile.kind);
-    const int columns = gate_up ? hidden : inter;
+class WeightStream {
+ public:
+  __device__ __forceinline__ WeightStream(const KernelParams& k, const TensorMaps& maps,
+                                          const Block<C>& block)
+      : k(k), maps(maps), block(block), policy(ptx::evict_first_policy()) {}
 
-    if (is_shrink(tile.kind)) {
-      const Segment segment = block.lists.segments[tile.index];
-      const int first_rank = tile.block * shrink_ranks(k, gate_up);
-      if (first_rank >= rank_of(segment, gate_up)) {  // beyond this slot's rank
-        take_ticket();
-        ticket = next;
-        continue;
-      }
-      block.queue.push(n++, tile, at);
-      const Item item = block.item(segment.item);
-      const CUtensorMap* map = gate_up ? &maps.gate_up_a : &maps.down_a;
-      const bool shared_outer = gate_up ? p.gate_up_a.shared_outer : p.down_a.shared_outer;
-      const int expert = shared_outer ? 0 : item.expert;
-      const int stage_columns = C::shrink_columns((segment.count + 7) / 8);
-      const int stages = ceil_div_int(columns, stage_columns);
-      for (int c = 0; c < stages; c++) {
-        if (c == max(stages - 3, 0)) take_ticket();
-        const uint32_t full = ring.full(at), dst = ring.weights + at.stage * C::kWeightBytes;
-        ring.wait_empty(at);
-        ptx::mbarrier_arrive_expect_tx(full, kShrinkRows * stage_columns * 2);
-        for (int b = 0; b < stage_columns / 64; b++) {
-          ptx::tma_load_5d(dst + b * kShrinkRows * 128, map, full, c * stage_columns + b * 64,
-                           first_rank, 0, expert, segment.slot, policy);
+  __device__ __forceinline__ void run(int ticket) {
+    int n = 0;  // tiles announced
+    for (Tile tile = block.plan.tile(ticket); tile.kind != TileKind::kEnd;
+         tile = block.plan.tile(next_ticket)) {
+      next_ticket = -1;
+      const bool gate_up = is_gate_up(tile.kind);
+      if (is_shrink(tile.kind)) {
+        const Segment segment = block.lists.segments[tile.index];
+        const int first_rank = tile.block * shrink_ranks(k, gate_up);
+        if (first_rank < rank_of(segment, gate_up)) {
+          block.queue.push(n++, tile, at);
+          shrink(segment, first_rank, gate_up);
+        }  // else beyond this slot's rank: no such tile
+      } else {
+        block.queue.push(n++, tile, at);
+        if (C::kDirect && !gate_up) {
+          const int first = block.first_item(tile), end = block.end_item(tile);
+          const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
+          stages_before_ticket = max((end - first) * stages - 3, 0);
+          for (int i = first; i < end; i++) down(block.item(i).expert, tile.block);
+          for (int i = first; i < end; i++) expands(i, tile.block, false);
+        } else if (gate_up) {
+          const int stages = ceil_div_int(int(k.p.hidden_size), C::kGateUpColumns);
+          stages_before_ticket = max(stages - 3, 0);
+          gate_up_rows(block.item(tile.index).expert, tile.block);
+          expands(tile.index, tile.block, true);
+        } else {
+          const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
+          stages_before_ticket = max(stages - 3, 0);
+          down(block.item(tile.index).expert, tile.block);
+          expands(tile.index, tile.block, false);
         }
-        at.advance(ring.stages);
       }
-      ticket = next;
-      continue;
+      if (next_ticket < 0) take_ticket();
     }
+    // One end mark for every group.
+    for (int g = 0; g < kConsumerGroups; g++) {
+      block.queue.push(n++, {TileKind::kEnd, 0, 0}, at);
+    }
+  }
 
-    block.queue.push(n++, tile, at);
-    const Item item = block.item(tile.index);
-    const int row_block = tile.block * (C::kGateUpRows / 16);  // of 8 gate and 8 up rows
-    const int row = tile.block * C::kDownRows;
-    const int stages = ceil_div_int(columns, gate_up ? C::kGateUpColumns : C::kDownColumns);
-    for (int c = 0; c < stages; c++) {
-      // Early enough to hide the counter's latency, late enough to keep the order.
-      if (c == max(stages - 3, 0)) take_ticket();
-      const uint32_t full = ring.full(at), dst = ring.weights + at.stage * C::kWeightBytes;
-      ring.wait_empty(at);
-      ptx::mbarrier_arrive_expect_tx(full, C::kWeightBytes);
-      if (gate_up) {
-#pragma unroll
-        for (int b = 0; b < C::kGateUpColumns / 64; b++) {
-          ptx::tma_load_5d(dst + b * C::kGateUpRows * 128, &maps.w13, full,
-                           c * C::kGateUpColumns + b * 64, 0, 0, row_block, item.expert, policy);
-        }
+ private:
+  const KernelParams& k;
+  const TensorMaps& maps;
+  const Block<C>& block;
+  const uint64_t policy;
+  RingCursor at = {0, 0};
+  int next_ticket = -1, stages_before_ticket = 0;
+  uint32_t full, dst;  // of the stage being filled
+
+  __device__ __forceinline__ void take_ticket() {
+    next_ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
+  }
+  // The next ticket is taken early enough to hide the counter's latency, late enough to keep the
+  // order of work.
+  __device__ __forceinline__ void count_stage() {
+    if (stages_before_ticket-- == 0) take_ticket();
+  }
+  __device__ __forceinline__ void begin_stage(int bytes) {
+    full = block.ring.full(at);
+    dst = block.ring.weights + at.stage * C::kWeightBytes;
+    block.ring.wait_empty(at);
+    ptx::mbarrier_arrive_expect_tx(full, bytes);
+  }
+  __device__ __forceinline__ void end_stage() { at.advance(block.ring.stages); }
+
+  __device__ __forceinline__ void shrink(const Segment& segment, int first_rank, bool gate_up) {
+    const LoraStack& a = gate_up ? k.p.gate_up_a : k.p.down_a;
+    const CUtensorMap* map = gate_up ? &maps.gate_up_a : &maps.down_a;
+    const int expert = a.shared_outer ? 0 : block.item(segment.item).expert;
+    const int columns = int(gate_up ? k.p.hidden_size : k.p.intermediate_size);
+    const int stage_columns = C::shrink_columns((segment.count + 7) / 8);
+    stages_before_ticket = max(ceil_div_int(columns, stage_columns) - 3, 0);
+    for (int c = 0; c < columns; c += stage_columns) {
+      count_stage();
+      begin_stage(kShrinkRows * stage_columns * 2);
+      for (int b = 0; b < stage_columns; b += 64) {
+        ptx::tma_load_5d(dst + b * (kShrinkRows * 2), map, full, c + b, first_rank, 0, expert,
+                         segment.slot, policy);
+      }
+      end_stage();
+    }
+  }
+  __device__ __forceinline__ void gate_up_rows(int expert, int row_block) {
+    const int first = row_block * (C::kGateUpRows / 16);  // in blocks of 8 gate and 8 up rows
+    for (int c = 0; c < k.p.hidden_size; c += C::kGateUpColumns) {
+      count_stage();
+      begin_stage(C::kGateUpRows * C::kGateUpColumns * 2);
+      if (C::kGateUpColumns > 64 && k.w13_expert_blocks > 0) {
+        ptx::tma_load_5d(dst, &maps.w13, full, 0, 0, 0, expert * k.w13_expert_blocks + first,
+                         c / 64, policy);
       } else {
 #pragma unroll
-        for (int b = 0; b < C::kDownColumns / 64; b++) {
-          ptx::tma_load_3d(dst + b * C::kDownRows * 128, &maps.w2, full,
-                           c * C::kDownColumns + b * 64, row, item.expert, policy);
+        for (int b = 0; b < C::kGateUpColumns; b += 64) {
+          ptx::tma_load_5d(dst + b * (C::kGateUpRows * 2), &maps.w13, full, c + b, 0, 0, first,
+                           expert, policy);
         }
       }
-      at.advance(ring.stages);
+      end_stage();
     }
-    const int last = block.end_segment(tile.index);
-    for (int i = block.first_segment(tile.index); i < last; i++) {
-      const Segment segment = block.lists.segments[i];
-      for (int j = 0; j < expand_stages(rank_of(segment, gate_up)); j++) {
-        const uint32_t full = ring.full(at), dst = ring.weights + at.stage * C::kWeightBytes;
-        ring.wait_empty(at);
-        if (gate_up) {
-          ptx::mbarrier_arrive_expect_tx(full, C::kGateUpRows * kExpandColumns * 2);
-          ptx::tma_load_5d(dst, &maps.gate_up_b, full, j * kExpandColumns, 0, 0, row_block,
-                           segment.slot * k.gate_up_b_slot_step + item.expert, policy);
-        } else {
-          ptx::mbarrier_arrive_expect_tx(full, C::kDownRows * kExpandColumns * 2);
-          ptx::tma_load_4d(dst, &maps.down_b, full, j * kExpandColumns, row,
-                           p.down_b.shared_outer ? 0 : item.expert, segment.slot, policy);
-        }
-        at.advance(ring.stages);
-      }
-    }
-    ticket = next;
   }
-  // One end mark for every group.
-  for (int g = 0; g < kConsumerGroups; g++) {
-    block.queue.push(n++, {TileKind::kEnd, 0, 0}, at);
-  }
-}
-
-// One warp: `count` rows of a matrix of `total_columns`, kColumns of them a stage, zeros beyond the
-// last column. element_of(n): where row n starts. Rows from `count` on keep what the stage held.
-template <class C, int kColumns, int kMaxRows, class T, class ElementOf>
-__device__ __forceinline__ void gather_rows(const Ring& ring, RingCursor& at, const T* matrix,
-                                            int total_columns, int count, int lane,
-                                            ElementOf&& element_of) {
-  constexpr int kPitch = token_pitch(kColumns);
-  constexpr int kChunks = kColumns / 8;  // of 16 bytes
-  constexpr int kLanesPerRow = kChunks < 32 ? kChunks : 32;
-  constexpr int kChunksPerLane = kChunks / kLanesPerRow;
-  constexpr int kRowsPerPass = 32 / kLanesPerRow;
-  constexpr int kPasses = kMaxRows / kRowsPerPass;
-  const int first_row = lane / kLanesPerRow, first_column = lane % kLanesPerRow * 8;
-  uint32_t element[kPasses];
+  __device__ __forceinline__ void down(int expert, int row_block) {
+    const int first = row_block * C::kDownRows;
+    for (int c = 0; c < k.p.intermediate_size; c += C::kDownColumns) {
+      count_stage();
+      begin_stage(C::kDownRows * C::kDownColumns * 2);
+      if (C::kDownColumns > 64 && k.w2_folded) {
+        ptx::tma_load_4d(dst, &maps.w2, full, 0, first, c / 64, expert, policy);
+      } else {
 #pragma unroll
-  for (int q = 0; q < kPasses; q++) {
-    element[q] = element_of(min(first_row + q * kRowsPerPass, count - 1)) + first_column;
+        for (int b = 0; b < C::kDownColumns; b += 64) {
+          ptx::tma_load_4d(dst + b * (C::kDownRows * 2), &maps.w2, full, c + b, first, 0, expert,
+                           policy);
+        }
+      }
+      end_stage();
+    }
   }
-  for (int c = 0; c < total_columns; c += kColumns) {
-    const uint32_t dst =
-        ring.tokens + at.stage * C::kTokenBytes + first_row * kPitch + first_column * 2;
-    ring.wait_empty(at);
+  // B of every segment of an item, 32 ranks a stage.
+  __device__ __forceinline__ void expands(int item_index, int row_block, bool gate_up) {
+    const int end = block.end_segment(item_index);
+    for (int i = block.first_segment(item_index); i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      const int expert = block.item(item_index).expert;
+      for (int r = 0; r < rank_of(segment, gate_up); r += kExpandColumns) {
+        if (gate_up) {
+          begin_stage(C::kGateUpRows * kExpandColumns * 2);
+          ptx::tma_load_5d(dst, &maps.gate_up_b, full, r, 0, 0, row_block * (C::kGateUpRows / 16),
+                           segment.slot * k.gate_up_b_slot_step + expert, policy);
+        } else {
+          begin_stage(C::kDownRows * kExpandColumns * 2);
+          ptx::tma_load_4d(dst, &maps.down_b, full, r, row_block * C::kDownRows,
+                           k.p.down_b.shared_outer ? 0 : expert, segment.slot, policy);
+        }
+        end_stage();
+      }
+    }
+  }
+};
+
+// One warp. Gathers rows of x, z and the rank vectors, after waiting for what other tiles make of
+// them.
+template <class C, class T>
+class TokenStream {
+ public:
+  __device__ __forceinline__ TokenStream(const KernelParams& k, const Block<C>& block, int lane)
+      : k(k), block(block), lane(lane) {}
+
+  __device__ __forceinline__ void run() {
+    RingCursor tile_start;
+    for (int n = 0;; n++) {
+      const Tile tile = block.queue.wait(n, tile_start);
+      __syncwarp();
+      if (lane == 0) block.queue.release(n);
+      switch (tile.kind) {
+        case TileKind::kEnd:
+          return;
+        case TileKind::kGateUpShrink:
+        case TileKind::kDownShrink:
+          shrink(block.lists.segments[tile.index], is_gate_up(tile.kind));
+          break;
+        case TileKind::kGateUp:
+          gate_up(tile.index);
+          expands(tile.index, true);
+          break;
+        case TileKind::kDown:
+          down(tile.index);
+          expands(tile.index, false);
+          break;
+        case TileKind::kDirectDown:
+          for (int i = block.first_item(tile); i < block.end_item(tile); i++) down(i);
+          for (int i = block.first_item(tile); i < block.end_item(tile); i++) expands(i, false);
+          break;
+      }
+    }
+  }
+
+ private:
+  const KernelParams& k;
+  const Block<C>& block;
+  const int lane;
+  RingCursor at = {0, 0};
+  bool all_z = false;
+
+  __device__ __forceinline__ uint32_t token_of(uint32_t entry) const {
+    return static_cast<uint32_t>(pair_of(entry)) / static_cast<uint32_t>(k.p.top_k);
+  }
+  __device__ __forceinline__ static void wait_for_count(const uint32_t* counter, int count) {
+    while (ptx::load_acquire(counter) < static_cast<uint32_t>(count)) {
+    }
+  }
+  __device__ __forceinline__ void wait_for_z(int item_index) {
+    if (all_z) return;
+    // One look at the total spares the look at each item once the first phase is over.
+    const uint32_t total = block.plan.items * block.plan.gate_up_blocks;
+    all_z = ptx::load_acquire(k.counters + kAllZCounter) >= total;
+    if (!all_z) wait_for_count(k.z_ready + item_index, block.plan.gate_up_blocks);
+    all_z = __all_sync(~0u, all_z);
+  }
+
+  // `count` rows (at most kMaxRows) of `columns` values, kColumns a stage, zeros beyond the last
+  // column. Row n of the stage comes from element_of(n) on and goes to row row_of(n); other rows
+  // keep what the stage held.
+  template <int kColumns, int kMaxRows, class ElementOf, class RowOf>
+  __device__ __forceinline__ void gather(const T* matrix, int columns, int count,
+                                         ElementOf&& element_of, RowOf&& row_of) {
+    constexpr int kPitch = token_pitch(kColumns);
+    constexpr int kChunks = kColumns / 8;  // of 16 bytes
+    constexpr int kLanesPerRow = kChunks < 32 ? kChunks : 32;
+    constexpr int kChunksPerLane = kChunks / kLanesPerRow;
+    constexpr int kRowsPerPass = 32 / kLanesPerRow;
+    constexpr int kPasses = kMaxRows / kRowsPerPass;
+    const int first_row = lane / kLanesPerRow, first_column = lane % kLanesPerRow * 8;
+    uint32_t element[kPasses], offset[kPasses];
 #pragma unroll
     for (int q = 0; q < kPasses; q++) {
-      if (first_row + q * kRowsPerPass >= count) break;
+      const int n = min(first_row + q * kRowsPerPass, count - 1);
+      element[q] = element_of(n) + first_column;
+      offset[q] = row_of(n) * kPitch + first_column * 2;
+    }
+    for (int c = 0; c < columns; c += kColumns) {
+      const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes;
+      block.ring.wait_empty(at);
 #pragma unroll
-      for (int d = 0; d < kChunksPerLane; d++) {
-        const int column = c + first_column + d * 256;
-        const bool inside = column < total_columns;
-        ptx::cp_async_16(dst + q * kRowsPerPass * kPitch + d * 512,
-                         matrix + (inside ? element[q] + c + d * 256 : 0), inside ? 16 : 0);
+      for (int q = 0; q < kPasses; q++) {
+        if (first_row + q * kRowsPerPass >= count) break;
+#pragma unroll
+        for (int d = 0; d < kChunksPerLane; d++) {
+          const bool inside = c + first_column + d * 256 < columns;
+          ptx::cp_async_16(dst + offset[q] + d * 512,
+                           matrix + (inside ? element[q] + c + d * 256 : 0), inside ? 16 : 0);
+        }
       }
+      end_stage();
     }
-    ptx::cp_async_arrive(ring.full(at));
-    at.advance(ring.stages);
   }
-}
-
-// One warp: the rank vectors of one segment into its rows of the expand stages: gate's ranks, then
-// (gate_up) up's. Ranks beyond the slot's, up to the next multiple of 16, are zeros in memory.
-template <class C, class T>
-__device__ __forceinline__ void gather_rank_vectors(const Ring& ring, RingCursor& at, const T* v,
-                                                    int v_ranks, int components, int rank,
-                                                    const Segment& segment,
-                                                    const uint32_t* item_entries, int lane) {
-  const int row = lane / 8, component = lane % 8 / 4, chunk = lane % 4;
-  for (int first = 0; first < rank; first += kExpandColumns) {
-    const int width = min((rank - first + 15) / 16 * 16, kExpandColumns);
-    const uint32_t dst =
-        ring.tokens + at.stage * C::kTokenBytes + component * (kExpandColumns * 2) + chunk * 16;
-    ring.wait_empty(at);
-    if (component < components && chunk * 8 < width) {
-      for (int n = segment.begin + row; n < segment.begin + segment.count; n += 4) {
-        const int pair = pair_of(item_entries[n]);
-        ptx::cp_async_16(dst + n * kExpandPitch,
-                         v + (pair * components + component) * v_ranks + first + chunk * 8, 16);
-      }
-    }
-    ptx::cp_async_arrive(ring.full(at));
-    at.advance(ring.stages);
+  __device__ __forceinline__ void end_stage() {
+    ptx::cp_async_arrive(block.ring.full(at));
+    at.advance(block.ring.stages);
   }
-}
 
-__device__ __forceinline__ void wait_for_count(const uint32_t* counter, int count) {
-  while (ptx::load_acquire(counter) < static_cast<uint32_t>(count)) {
+  __device__ __forceinline__ void shrink(const Segment& segment, bool gate_up) {
+    const Item item = block.item(segment.item);
+    const uint32_t* entries = block.lists.entries + item.start + segment.begin;
+    const uint32_t x_stride = static_cast<uint32_t>(k.p.hidden_states_stride);
+    const uint32_t inter = static_cast<uint32_t>(k.p.intermediate_size);
+    if (!gate_up) wait_for_z(segment.item);
+    const T* rows = static_cast<const T*>(gate_up ? k.p.hidden_states_ptr : k.z);
+    const int columns = int(gate_up ? k.p.hidden_size : k.p.intermediate_size);
+    const auto element_of = [&](int n) {
+      return gate_up ? token_of(entries[n]) * x_stride : pair_of(entries[n]) * inter;
+    };
+    dispatch_token_blocks<C>((segment.count + 7) / 8, [&](auto blocks) {
+      constexpr int kBlocks = decltype(blocks)::value;
+      gather<C::shrink_columns(kBlocks), kBlocks * 8>(rows, columns, segment.count, element_of,
+                                                      [](int n) { return n; });
+    });
   }
-}
-
-// One warp. Waits for what a tile reads of other tiles: z of its item, rank vectors of its
-// segments.
-template <class C, class T>
-__device__ void stream_tokens(const KernelParams& k, const Block& block, int lane) {
-  const FusedDecodeParams& p = k.p;
-  const Ring& ring = block.ring;
-  const int hidden = static_cast<int>(p.hidden_size);
-  const int inter = static_cast<int>(p.intermediate_size);
-  const T* x = static_cast<const T*>(p.hidden_states_ptr);
-  const T* z = static_cast<const T*>(k.z);
-  const uint32_t x_stride = static_cast<uint32_t>(p.hidden_states_stride);
-  bool all_z = false;
-  RingCursor at = {0, 0}, tile_start;
-  for (int n = 0;; n++) {
-    const Tile tile = block.queue.wait(n, tile_start);
-    __syncwarp();
-    if (lane == 0) block.queue.release(n);
-    if (tile.kind == TileKind::kEnd) break;
-
-    const bool gate_up = is_gate_up(tile.kind), shrink = is_shrink(tile.kind);
-    Segment segment = {};
-    if (shrink) segment = block.lists.segments[tile.index];
-    const int item_index = shrink ? segment.item : tile.index;
+  __device__ __forceinline__ void gate_up(int item_index) {
     const Item item = block.item(item_index);
     const uint32_t* entries = block.lists.entries + item.start;
-    const T* rows = gate_up ? x : z;
-    const int columns = gate_up ? hidden : inter;
-    const auto element_of_entry = [&](int i) {
-      const uint32_t pair = pair_of(entries[i]);
-      return gate_up ? pair / static_cast<uint32_t>(p.top_k) * x_stride : pair * inter;
-    };
-
-    if (!gate_up && !all_z) {
-      // One look at the total spares the look at each item once the first phase is over.
-      const uint32_t total = block.plan.items * block.plan.gate_up_blocks;
-      all_z = ptx::load_acquire(k.counters + kAllZCounter) >= total;
-      if (!all_z) wait_for_count(k.z_ready + item_index, block.plan.gate_up_blocks);
-      all_z = __all_sync(~0u, all_z);
-    }
-    if (shrink) {
-      const auto element_of = [&](int i) { return element_of_entry(segment.begin + i); };
-      const auto gather = [&](auto blocks) {
-        constexpr int kBlocks = decltype(blocks)::value;
-        gather_rows<C, C::shrink_columns(kBlocks), kBlocks * 8>(ring, at, rows, columns,
-                                                                segment.count, lane, element_of);
-      };
-      dispatch_token_blocks<C>((segment.count + 7) / 8, gather);
-      continue;
-    }
-    if (gate_up) {
-      gather_rows<C, C::kGateUpColumns, C::kMaxTokens>(ring, at, rows, columns, item.count, lane,
-                                                       element_of_entry);
-    } else {
-      gather_rows<C, C::kDownColumns, C::kMaxTokens>(ring, at, rows, columns, item.count, lane,
-                                                     element_of_entry);
-    }
-    const int last = block.end_segment(tile.index);
-    for (int i = block.first_segment(tile.index); i < last; i++) {
-      const Segment s = block.lists.segments[i];
-      const int rank = rank_of(s, gate_up);
+    const uint32_t stride = static_cast<uint32_t>(k.p.hidden_states_stride);
+    gather<C::kGateUpColumns, C::kMaxTokens>(
+        static_cast<const T*>(k.p.hidden_states_ptr), int(k.p.hidden_size), item.count,
+        [&](int n) { return token_of(entries[n]) * stride; }, [](int n) { return n; });
+  }
+  __device__ __forceinline__ void down(int item_index) {
+    const Item item = block.item(item_index);
+    const uint32_t* entries = block.lists.entries + item.start;
+    const uint32_t stride = static_cast<uint32_t>(k.p.intermediate_size);
+    wait_for_z(item_index);
+    gather<C::kDownColumns, C::kMaxTokens>(
+        static_cast<const T*>(k.z), int(k.p.intermediate_size), item.count,
+        [&](int n) { return pair_of(entries[n]) * stride; },
+        [&](int n) { return C::kDirect ? int(token_of(entries[n])) : n; });
+  }
+  // The rank vectors of every segment of an item into its rows of the expand stages: gate's ranks,
+  // then (gate_up) up's. Ranks beyond the slot's, up to the next multiple of 16, are zeros in
+  // memory.
+  __device__ __forceinline__ void expands(int item_index, bool gate_up) {
+    const uint32_t* entries = block.lists.entries + block.item(item_index).start;
+    const T* v = static_cast<const T*>(gate_up ? k.gate_up_v : k.down_v);
+    const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
+    const int components = gate_up ? 2 : 1;
+    const int row = lane / 8, component = lane % 8 / 4, chunk = lane % 4;
+    const int end = block.end_segment(item_index);
+    for (int i = block.first_segment(item_index); i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      const int rank = rank_of(segment, gate_up);
       if (rank == 0) continue;
       wait_for_count((gate_up ? k.gate_up_v_ready : k.down_v_ready) + i,
                      ceil_div_int(rank, shrink_ranks(k, gate_up)));
-      gather_rank_vectors<C>(ring, at, static_cast<const T*>(gate_up ? k.gate_up_v : k.down_v),
-                             gate_up ? k.gate_up_v_ranks : k.down_v_ranks, gate_up ? 2 : 1, rank, s,
-                             entries, lane);
+      for (int first = 0; first < rank; first += kExpandColumns) {
+        const int width = min((rank - first + 15) / 16 * 16, kExpandColumns);
+        const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes +
+                             component * (kExpandColumns * 2) + chunk * 16;
+        block.ring.wait_empty(at);
+        if (component < components && chunk * 8 < width) {
+          for (int n = segment.begin + row; n < segment.begin + segment.count; n += 4) {
+            const int pair = pair_of(entries[n]);
+            const int stage_row = C::kDirect && !gate_up ? int(token_of(entries[n])) : n;
+            ptx::cp_async_16(dst + stage_row * kExpandPitch,
+                             v + (pair * components + component) * v_ranks + first + chunk * 8, 16);
+          }
+        }
+        end_stage();
+      }
     }
   }
-}
+};
 
 }  // namespace moelora::fused_decode

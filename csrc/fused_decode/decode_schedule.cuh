@@ -12,6 +12,7 @@ enum class TileKind : int {
   kGateUp,        // rows of W13 x (+ B A x), activation, z for one item
   kDownShrink,    // 32 rows of A z for one segment
   kDown,          // rows of W2 z (+ B A z) for one item
+  kDirectDown,  // instead of kDown: weighted rows of a piece (a range of items), one column a token
   kEnd,
 };
 __device__ __forceinline__ bool is_shrink(TileKind kind) {
@@ -23,14 +24,16 @@ __device__ __forceinline__ bool is_gate_up(TileKind kind) {
 
 struct Tile {
   TileKind kind;
-  int index;  // item, or segment of a shrink
+  int index;  // item; segment of a shrink; piece of a direct tile
   int block;  // of rows
 };
 
+template <bool kDirect>
 struct Plan {
   int items, segments;
-  int gate_up_blocks, down_blocks;                // row blocks an item
+  int gate_up_blocks, down_blocks;                // row blocks an item, or a piece
   int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks a segment
+  int pieces, items_per_piece;                    // of direct tiles
 
   __device__ __forceinline__ Tile tile(int ticket) const {
     if (ticket < gate_up_shrink_blocks * segments) {
@@ -45,8 +48,9 @@ struct Plan {
       return {TileKind::kDownShrink, ticket % segments, ticket / segments};
     }
     ticket -= down_shrink_blocks * segments;
-    if (ticket < items * down_blocks) {
-      return {TileKind::kDown, ticket / down_blocks, ticket % down_blocks};
+    if (ticket < (kDirect ? pieces : items) * down_blocks) {
+      return {kDirect ? TileKind::kDirectDown : TileKind::kDown, ticket / down_blocks,
+              ticket % down_blocks};
     }
     return {TileKind::kEnd, 0, 0};
   }
@@ -124,22 +128,26 @@ struct TileQueue {
 struct KernelParams {
   FusedDecodeParams p;
   SharedLayout shared;
-  uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready;
-  void *z, *y, *gate_up_v, *down_v;
+  uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready, *row_blocks_done;
+  void *z, *y, *gate_up_v, *down_v;   // y: fp32 sums by piece where down tiles are direct
   int gate_up_rank, down_rank;        // R1 and R2, 0 where the adapters have no such part
   int gate_up_v_ranks, down_v_ranks;  // rounded up to 16: columns of a rank vector
-  int gate_up_b_slot_step;            // matrices between slots in the tensor map of gate_up B
+  int items_per_piece;                // of direct tiles, at least
+  int w13_expert_blocks;              // of the folded tensor map, 0: 64 columns a copy
+  bool w2_folded;
+  int gate_up_b_slot_step;  // matrices between slots in the tensor map of gate_up B
 };
 struct TensorMaps {
   CUtensorMap w13, w2, gate_up_a, gate_up_b, down_a, down_b;
 };
 
 // What the warps of a block share.
+template <class C>
 struct Block {
   Ring ring;
   TileQueue queue;
   Lists lists;
-  Plan plan;
+  Plan<C::kDirect> plan;
 
   __device__ __forceinline__ Item item(int index) const { return unpack_item(lists.items[index]); }
   __device__ __forceinline__ int first_segment(int item) const {
@@ -147,6 +155,12 @@ struct Block {
   }
   __device__ __forceinline__ int end_segment(int item) const {
     return plan.segments > 0 ? lists.first_segments[item + 1] : 0;
+  }
+  __device__ __forceinline__ int first_item(const Tile& piece) const {
+    return piece.index * plan.items_per_piece;
+  }
+  __device__ __forceinline__ int end_item(const Tile& piece) const {
+    return min(first_item(piece) + plan.items_per_piece, plan.items);
   }
 };
 

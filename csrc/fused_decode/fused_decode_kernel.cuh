@@ -9,90 +9,166 @@ namespace moelora::fused_decode {
 // One consumer group: takes every second tile of the block, multiplies, stores, and tells the other
 // blocks through the counters.
 template <class C, class T>
-__device__ void consume(const KernelParams& k, const Block& block, float* sums, int group,
-                        int thread) {
-  const int warp = thread / 32, lane = thread % 32;
-  const Ring& ring = block.ring;
-  const auto group_barrier = [&] { ptx::named_barrier(1 + group, kGroupThreads); };
-  RingCursor at;
-  for (int n = group;; n += kConsumerGroups) {
-    const Tile tile = block.queue.wait(n, at);
-    if (tile.kind == TileKind::kEnd) break;
-    const bool gate_up = is_gate_up(tile.kind), shrink = is_shrink(tile.kind);
-    Segment segment = {};
-    if (shrink) segment = block.lists.segments[tile.index];
-    const int item_index = shrink ? segment.item : tile.index;
-    const Item item = block.item(item_index);
-    const uint32_t* entries = block.lists.entries + item.start;
-    const int columns = static_cast<int>(gate_up ? k.p.hidden_size : k.p.intermediate_size);
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const KernelParams& k, const Block<C>& block, float* sums,
+                                      int group, int thread)
+      : k(k),
+        block(block),
+        sums(sums),
+        group(group),
+        thread(thread),
+        warp(thread / 32),
+        lane(thread % 32) {}
 
-    // Every stage of W x, or A x.
-    const auto add_stages = [&](auto& tile_sums, int stage_columns) {
-      for (int c = 0; c < columns; c += stage_columns) {
-        ring.wait_full(at);
-        tile_sums.add_stage(ring.weights + at.stage * C::kWeightBytes,
-                            ring.tokens + at.stage * C::kTokenBytes);
-        ring.release(at, lane);
-        at.advance(ring.stages);
-      }
-    };
-    const auto add_expands = [&](auto& tile_sums, auto is_gate_up_tile) {
-      const int last = block.end_segment(item_index);
-      for (int i = block.first_segment(item_index); i < last; i++) {
-        const Segment s = block.lists.segments[i];
-        const uint32_t mask = ~0u >> (32 - s.count) << s.begin;
-        for (int ranks = rank_of(s, gate_up); ranks > 0; ranks -= kExpandColumns) {
-          ring.wait_full(at);
-          tile_sums.template add_expand<decltype(is_gate_up_tile)::value>(
-              ring.weights + at.stage * C::kWeightBytes, ring.tokens + at.stage * C::kTokenBytes,
-              ranks, mask, k.p.layout == GateUpLayout::kUpGate);
-          ring.release(at, lane);
-          at.advance(ring.stages);
+  __device__ __forceinline__ void run() {
+    for (int n = group;; n += kConsumerGroups) {
+      const Tile tile = block.queue.wait(n, at);
+      if (tile.kind == TileKind::kEnd) return;
+      const bool gate_up = is_gate_up(tile.kind);
+      if (C::kDirect && tile.kind == TileKind::kDirectDown) {
+        multiply_direct(tile);
+        finish_reading(n);
+        store_direct<C, T>(k, block, sums, tile, group, thread);
+        group_barrier();
+      } else if (is_shrink(tile.kind)) {
+        const Segment segment = block.lists.segments[tile.index];
+        multiply_shrink(segment, gate_up);
+        finish_reading(n);
+        store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment,
+                                 block.lists.entries + block.item(segment.item).start, thread);
+        publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index, nullptr);
+      } else {
+        const Item item = block.item(tile.index);
+        const uint32_t* entries = block.lists.entries + item.start;
+        multiply(tile.index, item, gate_up);
+        finish_reading(n);
+        if (gate_up) {
+          store_z<C, T>(k, sums, tile.block, item, entries, thread);
+          publish(k.z_ready + tile.index, k.counters + kAllZCounter);
+        } else {
+          store_y<C, T>(k, sums, tile.block, item, entries, thread);
+          group_barrier();
         }
-      }
-    };
-    dispatch_token_blocks<C>(((shrink ? segment.count : item.count) + 7) / 8, [&](auto blocks) {
-      constexpr int kBlocks = decltype(blocks)::value;
-      if (shrink) {
-        constexpr int kColumns = C::shrink_columns(kBlocks);
-        TileSums<C, T, kShrinkRows, kColumns, kBlocks> tile_sums(warp, lane);
-        add_stages(tile_sums, kColumns);
-        tile_sums.store(sums);
-      } else if (gate_up) {
-        TileSums<C, T, C::kGateUpRows, C::kGateUpColumns, kBlocks> tile_sums(warp, lane);
-        add_stages(tile_sums, C::kGateUpColumns);
-        add_expands(tile_sums, Constant<1>{});
-        tile_sums.store(sums);
-      } else {
-        TileSums<C, T, C::kDownRows, C::kDownColumns, kBlocks> tile_sums(warp, lane);
-        add_stages(tile_sums, C::kDownColumns);
-        add_expands(tile_sums, Constant<0>{});
-        tile_sums.store(sums);
-      }
-    });
-    group_barrier();
-    if (thread == 0) block.queue.release(n);
-
-    if (shrink) {
-      store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment, entries, thread);
-    } else if (gate_up) {
-      store_z<C, T>(k, sums, tile.block, item, entries, thread);
-    } else {
-      store_y<C, T>(k, sums, tile.block, item, entries, thread);
-    }
-    // The group's stores come before the counter for whoever acquires it; and its sums are read.
-    group_barrier();
-    if (thread == 0 && tile.kind != TileKind::kDown) {
-      __threadfence();
-      if (shrink) {
-        atomicAdd((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index, 1u);
-      } else {
-        atomicAdd(k.z_ready + item_index, 1u);
-        atomicAdd(k.counters + kAllZCounter, 1u);
       }
     }
   }
-}
+
+ private:
+  const KernelParams& k;
+  const Block<C>& block;
+  float* const sums;
+  const int group, thread, warp, lane;
+  RingCursor at;
+
+  __device__ __forceinline__ void group_barrier() const {
+    ptx::named_barrier(1 + group, kGroupThreads);
+  }
+  // All sums are in shared memory, and nobody needs the queue's entry any more.
+  __device__ __forceinline__ void finish_reading(int n) const {
+    group_barrier();
+    if (thread == 0) block.queue.release(n);
+  }
+  // The group's stores come before the counters for whoever acquires them; and its sums are read.
+  __device__ __forceinline__ void publish(uint32_t* counter, uint32_t* second) const {
+    group_barrier();
+    if (thread == 0) {
+      __threadfence();
+      atomicAdd(counter, 1u);
+      if (second != nullptr) atomicAdd(second, 1u);
+    }
+  }
+
+  template <class Add>
+  __device__ __forceinline__ void with_stage(Add&& add) {
+    block.ring.wait_full(at);
+    add(block.ring.weights + at.stage * C::kWeightBytes,
+        block.ring.tokens + at.stage * C::kTokenBytes);
+    block.ring.release(at, lane);
+    at.advance(block.ring.stages);
+  }
+  // Every stage of W x or A x.
+  template <int kColumns, class Sums>
+  __device__ __forceinline__ void add_stages(Sums& tile_sums, int columns) {
+    for (int c = 0; c < columns; c += kColumns) {
+      with_stage([&](uint32_t weights, uint32_t tokens) { tile_sums.add_stage(weights, tokens); });
+    }
+  }
+  // B v of every segment of an item; the rows of a stage are the item's pairs.
+  template <bool kGateUp, class Sums>
+  __device__ __forceinline__ void add_expands(Sums& tile_sums, int item_index) {
+    const bool up_first = k.p.layout == GateUpLayout::kUpGate;
+    const int end = block.end_segment(item_index);
+    for (int i = block.first_segment(item_index); i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      const uint32_t mask = ~0u >> (32 - segment.count) << segment.begin;
+      for (int ranks = rank_of(segment, kGateUp); ranks > 0; ranks -= kExpandColumns) {
+        with_stage([&](uint32_t weights, uint32_t tokens) {
+          tile_sums.template add_expand<kGateUp>(weights, tokens, ranks, mask, up_first);
+        });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_shrink(const Segment& segment, bool gate_up) {
+    dispatch_token_blocks<C>((segment.count + 7) / 8, [&](auto blocks) {
+      constexpr int kBlocks = decltype(blocks)::value;
+      constexpr int kColumns = C::shrink_columns(kBlocks);
+      TileSums<C, T, kShrinkRows, kColumns, kBlocks> tile_sums(warp, lane);
+      add_stages<kColumns>(tile_sums, int(gate_up ? k.p.hidden_size : k.p.intermediate_size));
+      tile_sums.store(sums);
+    });
+  }
+  __device__ __forceinline__ void multiply(int item_index, const Item& item, bool gate_up) {
+    dispatch_token_blocks<C>((item.count + 7) / 8, [&](auto blocks) {
+      constexpr int kBlocks = decltype(blocks)::value;
+      if (gate_up) {
+        TileSums<C, T, C::kGateUpRows, C::kGateUpColumns, kBlocks> tile_sums(warp, lane);
+        add_stages<C::kGateUpColumns>(tile_sums, int(k.p.hidden_size));
+        add_expands<true>(tile_sums, item_index);
+        tile_sums.store(sums);
+      } else if constexpr (!C::kDirect) {
+        TileSums<C, T, C::kDownRows, C::kDownColumns, kBlocks> tile_sums(warp, lane);
+        add_stages<C::kDownColumns>(tile_sums, int(k.p.intermediate_size));
+        add_expands<false>(tile_sums, item_index);
+        tile_sums.store(sums);
+      }
+    });
+  }
+  // All items of a piece; the rows of a stage are tokens.
+  __device__ __forceinline__ void multiply_direct(const Tile& tile) {
+    using Sums = TileSums<C, T, C::kDownRows, C::kDownColumns, 1>;
+    Sums totals(warp, lane);
+    for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
+      const DirectItem& direct = block.lists.direct_items[i];
+      Sums tile_sums(warp, lane);
+      add_stages<C::kDownColumns>(tile_sums, int(k.p.intermediate_size));
+      add_weighted(totals.sums[0][0], tile_sums.sums[0][0], direct.weights, direct.token_mask,
+                   lane);
+    }
+    for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
+      const uint32_t* entries = block.lists.entries + block.item(i).start;
+      const int end = block.end_segment(i);
+      for (int s = block.first_segment(i); s < end; s++) {
+        const Segment segment = block.lists.segments[s];
+        if (segment.down_rank == 0) continue;
+        uint32_t mask = 0;
+        for (int n = segment.begin; n < segment.begin + segment.count; n++) {
+          mask |= 1u << pair_of(entries[n]) / k.p.top_k;
+        }
+        Sums tile_sums(warp, lane);
+        for (int ranks = segment.down_rank; ranks > 0; ranks -= kExpandColumns) {
+          with_stage([&](uint32_t weights, uint32_t tokens) {
+            tile_sums.template add_expand<false>(weights, tokens, ranks, mask, false);
+          });
+        }
+        add_weighted(totals.sums[0][0], tile_sums.sums[0][0], block.lists.direct_items[i].weights,
+                     mask, lane);
+      }
+    }
+    totals.store(sums);
+  }
+};
 
 // One persistent block: builds the lists, then works through tickets until none is left.
 // Any grid size is right; one block an SM is meant. Counters must be zero at the start.
@@ -111,13 +187,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t base = ptx::shared_address(shared);
   if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
 
-  Block block;
+  Block<C> block;
   block.ring = {base, base + k.shared.weights, base + k.shared.tokens, k.shared.stages};
   block.queue = {base + kQueueAt, reinterpret_cast<int4*>(shared + kEntriesAt)};
   block.lists = {reinterpret_cast<uint32_t*>(shared + k.shared.entries),
                  reinterpret_cast<uint32_t*>(shared + k.shared.items),
                  reinterpret_cast<uint16_t*>(shared + k.shared.first_segments),
-                 reinterpret_cast<Segment*>(shared + k.shared.segments)};
+                 reinterpret_cast<Segment*>(shared + k.shared.segments),
+                 reinterpret_cast<DirectItem*>(shared + k.shared.direct_items)};
 
   if (tid == 0) {
     for (int s = 0; s < k.shared.stages; s++) {
@@ -148,26 +225,36 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp == kWeightWarp && lane == 0) {
     ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
   }
-  build_lists<C::kMaxTokens>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank, scalars, tid);
+  build_lists<C::kMaxTokens, C::kDirect>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank,
+                                         scalars, tid);
   ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
   __syncthreads();
   const int hidden = static_cast<int>(k.p.hidden_size);
   const int inter = static_cast<int>(k.p.intermediate_size);
-  block.plan = {scalars[3],
-                scalars[0],
-                ceil_div_int(inter, C::kGateUpRows / 2),
-                ceil_div_int(hidden, C::kDownRows),
-                ceil_div_int(scalars[1], shrink_ranks(k, true)),
-                ceil_div_int(scalars[2], shrink_ranks(k, false))};
+  const int items = scalars[3];
+  block.plan.items = items;
+  block.plan.segments = scalars[0];
+  block.plan.gate_up_blocks = ceil_div_int(inter, C::kGateUpRows / 2);
+  block.plan.down_blocks = ceil_div_int(hidden, C::kDownRows);
+  block.plan.gate_up_shrink_blocks = ceil_div_int(scalars[1], shrink_ranks(k, true));
+  block.plan.down_shrink_blocks = ceil_div_int(scalars[2], shrink_ranks(k, false));
+  block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
+  block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
+  // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of the
+  // pieces costs a round trip.
+  if (block.plan.pieces == 2 && block.plan.down_blocks * 4 >= static_cast<int>(gridDim.x) * 3) {
+    block.plan.pieces = 1;
+    block.plan.items_per_piece = items;
+  }
 
   if (warp == kWeightWarp) {
-    if (lane == 0) stream_weights<C>(k, maps, block, ticket);
+    if (lane == 0) WeightStream<C>(k, maps, block).run(ticket);
   } else if (warp == kTokenWarp) {
-    stream_tokens<C, T>(k, block, lane);
+    TokenStream<C, T>(k, block, lane).run();
   } else {
     const int group = warp / kGroupWarps;
     float* sums = reinterpret_cast<float*>(shared + k.shared.sums + group * C::kSumBytes);
-    consume<C, T>(k, block, sums, group, tid - group * kGroupThreads);
+    Consumer<C, T>(k, block, sums, group, tid - group * kGroupThreads).run();
   }
 }
 
@@ -184,11 +271,9 @@ __global__ void __launch_bounds__(256) weighted_sum_kernel(const __grid_constant
   float sum[8] = {};
 #pragma unroll 8
   for (int j = 0; j < p.top_k; j++) {
+    if (local_expert(p, token, j) >= static_cast<uint32_t>(p.num_local_experts)) continue;
+    const float w = p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
     const int pair = token * p.top_k + j;
-    const uint32_t expert =
-        static_cast<uint32_t>(p.ids(pair)) - static_cast<uint32_t>(p.expert_offset);
-    if (expert >= static_cast<uint32_t>(p.num_local_experts)) continue;
-    const float w = p.weight_on_input ? 1.0f : p.weights(pair);
     const uint4 y =
         ptx::load_cg_16(static_cast<const T*>(k.y) + int64_t{pair} * p.hidden_size + column);
     const uint32_t words[4] = {y.x, y.y, y.z, y.w};

@@ -10,7 +10,7 @@
 namespace moelora::fused_decode {
 
 inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w,
-                                  const SharedLayout& shared) {
+                                  const SharedLayout& shared, int down_rows) {
   char* base = static_cast<char*>(p.workspace_ptr);
   KernelParams k = {};
   k.p = p;
@@ -19,6 +19,7 @@ inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w
   k.z_ready = k.counters + kItemCounters;
   k.gate_up_v_ready = k.z_ready + w.max_items;
   k.down_v_ready = k.gate_up_v_ready + w.max_segments;
+  k.row_blocks_done = k.down_v_ready + w.max_segments;
   k.z = base + w.z;
   k.y = base + w.y;
   k.gate_up_v = base + w.gate_up_v;
@@ -27,6 +28,9 @@ inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w
   k.down_rank = has_down_lora(p) ? p.down_rank : 0;
   k.gate_up_v_ranks = static_cast<int>(round_up(k.gate_up_rank, 16));
   k.down_v_ranks = static_cast<int>(round_up(k.down_rank, 16));
+  k.items_per_piece = items_per_piece(p.intermediate_size, down_rows);
+  k.w13_expert_blocks = static_cast<int>(w13_expert_blocks(p));
+  k.w2_folded = w2_folds(p);
   if (k.gate_up_rank == 0) k.p.gate_up_a_components = 1;
   if (k.gate_up_rank > 0) k.gate_up_b_slot_step = static_cast<int>(gate_up_b_slot_step(p));
   return k;
@@ -38,13 +42,12 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   const Workspace w = workspace_layout(p, kConfigIndex);
   const bool lora = has_gate_up_lora(p) || has_down_lora(p);
   const SharedLayout shared =
-      shared_layout(C::kWeightBytes, C::kTokenBytes, C::kSumBytes,
-                    static_cast<int>(p.num_tokens) * p.top_k, w.max_items, lora);
-  const KernelParams k = kernel_params(p, w, shared);
+      shared_layout<C>(static_cast<int>(p.num_tokens) * p.top_k, w.max_items, lora);
+  const KernelParams k = kernel_params(p, w, shared, C::kDownRows);
 
   TensorMaps maps = {};
-  maps.w13 = gate_up_weight_map(p, C::kGateUpRows);
-  maps.w2 = down_weight_map(p, C::kDownRows);
+  maps.w13 = gate_up_weight_map(p, C::kGateUpRows, C::kGateUpColumns);
+  maps.w2 = down_weight_map(p, C::kDownRows, C::kDownColumns);
   if (k.gate_up_rank > 0) {
     maps.gate_up_a =
         shrink_map(p, p.gate_up_a, p.hidden_size, p.gate_up_rank, p.gate_up_a_components);
@@ -75,6 +78,7 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.shared_bytes = shared.bytes;
   launch_kernel("fused_decode", kernel, config, maps, k);
+  if (C::kDirect) return;
   config.grid = dim3(static_cast<unsigned>(ceil_div(p.hidden_size, 8 * 256)),
                      static_cast<unsigned>(p.num_tokens));
   config.block = dim3(256);

@@ -11,7 +11,7 @@ int stages_of(const FusedDecodeParams& p, bool lora) {
   using C = Tiles<kConfigIndex>;
   const int pairs = static_cast<int>(p.num_tokens) * p.top_k;
   const int items = static_cast<int>(max_items(pairs, p.num_local_experts, C::kMaxTokens));
-  return shared_layout(C::kWeightBytes, C::kTokenBytes, C::kSumBytes, pairs, items, lora).stages;
+  return shared_layout<C>(pairs, items, lora).stages;
 }
 
 bool is_multiple_of_8(int64_t value) { return value % 8 == 0; }

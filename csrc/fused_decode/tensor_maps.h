@@ -54,23 +54,51 @@ CUtensorMap encode_tensor_map(const void* ptr, DType dtype, int swizzle_bytes,
   return map;
 }
 
+// Stages of more than 64 columns take one copy instruction where the map can step over blocks of 64
+// columns: whole blocks only, and for w13 experts at whole row blocks (it has no sixth dimension).
+inline bool w2_folds(const FusedDecodeParams& p) { return p.intermediate_size % 64 == 0; }
+// Row blocks (of 8 gate and 8 up rows) from one expert to the next, 0 where w13 does not fold.
+inline int64_t w13_expert_blocks(const FusedDecodeParams& p) {
+  const int64_t inter = p.intermediate_size;
+  if (p.hidden_size % 64 != 0) return 0;
+  if (p.num_local_experts > 1 && p.w13.expert_stride != 2 * inter * p.w13.row_stride) return 0;
+  return p.layout == GateUpLayout::kInterleaved ? inter / 8 : inter / 4;
+}
+
 // gate_up weights as rows of 8 gate, 8 up (8 up, 8 gate where up comes first in memory), so that a
 // gate and its up lie in one thread's accumulators whatever the layout.
-inline CUtensorMap gate_up_weight_map(const FusedDecodeParams& p, int rows) {
+inline CUtensorMap gate_up_weight_map(const FusedDecodeParams& p, int rows, int columns) {
   const int64_t row = p.w13.row_stride, inter = p.intermediate_size;
   const bool interleaved = p.layout == GateUpLayout::kInterleaved;
+  const MapDim eight_rows = {8, interleaved ? 2 * row : row, 8};
+  const MapDim gate_and_up = {2, interleaved ? row : inter * row, 2};
+  const int64_t block_stride = interleaved ? 16 * row : 8 * row;
+  if (columns > 64 && w13_expert_blocks(p) > 0) {
+    const int64_t blocks = (p.num_local_experts - 1) * w13_expert_blocks(p) + inter / 8;
+    return encode_tensor_map<5>(p.w13.ptr, p.dtype, 128,
+                                {{64, 1, 64},
+                                 eight_rows,
+                                 gate_and_up,
+                                 {blocks, block_stride, rows / 16},
+                                 {p.hidden_size / 64, 64, columns / 64}});
+  }
   return encode_tensor_map<5>(p.w13.ptr, p.dtype, 128,
                               {{p.hidden_size, 1, 64},
-                               {8, interleaved ? 2 * row : row, 8},
-                               {2, interleaved ? row : inter * row, 2},
-                               {inter / 8, interleaved ? 16 * row : 8 * row, rows / 16},
+                               eight_rows,
+                               gate_and_up,
+                               {inter / 8, block_stride, rows / 16},
                                {p.num_local_experts, p.w13.expert_stride, 1}});
 }
-inline CUtensorMap down_weight_map(const FusedDecodeParams& p, int rows) {
-  return encode_tensor_map<3>(p.w2.ptr, p.dtype, 128,
-                              {{p.intermediate_size, 1, 64},
-                               {p.hidden_size, p.w2.row_stride, rows},
-                               {p.num_local_experts, p.w2.expert_stride, 1}});
+inline CUtensorMap down_weight_map(const FusedDecodeParams& p, int rows, int columns) {
+  const MapDim down_rows = {p.hidden_size, p.w2.row_stride, rows};
+  const MapDim experts = {p.num_local_experts, p.w2.expert_stride, 1};
+  if (columns > 64 && w2_folds(p)) {
+    return encode_tensor_map<4>(
+        p.w2.ptr, p.dtype, 128,
+        {{64, 1, 64}, down_rows, {p.intermediate_size / 64, 64, columns / 64}, experts});
+  }
+  return encode_tensor_map<4>(p.w2.ptr, p.dtype, 128,
+                              {{p.intermediate_size, 1, 64}, down_rows, {1, 64, 1}, experts});
 }
 
 // A of either part: a box holds kShrinkRows rows, split evenly between gate's A and up's.

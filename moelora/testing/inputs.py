@@ -65,9 +65,7 @@ class LayerInputs:
     def tokens(self, rows: slice | Tensor) -> LayerInputs:
         """The same layer for some of the tokens only."""
         weights = None if self.topk_weights is None else self.topk_weights[rows]
-        return self.with_(
-            hidden_states=self.hidden_states[rows], topk_weights=weights, topk_ids=self.topk_ids[rows]
-        )
+        return self.with_(hidden_states=self.hidden_states[rows], topk_weights=weights, topk_ids=self.topk_ids[rows])
 
 
 def _generator(device: torch.device | str, seed: int) -> torch.Generator:
@@ -146,9 +144,7 @@ def random_lora(
     return MoELoRA(gate_up_a.flatten(2, 3), gate_up_b, down_a, down_b, scaling, used)
 
 
-def random_adapter_ids(
-    tokens: int, slots: int, *, device: torch.device | str = "cpu", seed: int = 0
-) -> Tensor:
+def random_adapter_ids(tokens: int, slots: int, *, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
     """int32 [T]: every slot and -1 (no adapter) about equally often."""
     generator = _generator(device, seed + 104729)
     return torch.randint(-1, slots, (tokens,), generator=generator, device=device, dtype=torch.int32)
@@ -160,13 +156,14 @@ def poisoned_memory() -> Iterator[None]:
 
     So an element that a kernel forgot to write shows, and reading scratch before writing it does too.
     """
+    # Not torch.use_deterministic_algorithms, which imports the whole compiler.
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill

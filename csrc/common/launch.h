@@ -27,6 +27,8 @@ struct LaunchConfig {
 template <class... KernelArgs, class... Args>
 void launch_kernel(const char* name, void (*kernel)(KernelArgs...), const LaunchConfig& config,
                    Args&&... args) {
+  // No tokens, no pairs or no rows: no blocks, and nothing to do.
+  if (config.grid.x == 0) return;
   cudaLaunchConfig_t launch = {};
   launch.gridDim = config.grid;
   launch.blockDim = config.block;

@@ -37,7 +37,7 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& ref
                        const char* reference_name);
 void check_last_dim_contiguous(const Tensor& tensor, const char* name);
 void check_contiguous(const Tensor& tensor, const char* name);
-// 16-byte aligned base pointer, and outer strides that are multiples of 8 elements (dims of size 1
+// 16-byte aligned base pointer (8 on CPU), and outer strides that are multiples of 8 elements (dims of size 1
 // do not count).
 void check_aligned(const Tensor& tensor, const char* name);
 // An output buffer: contiguous, of this shape, dtype and device, not requiring more than `like`'s

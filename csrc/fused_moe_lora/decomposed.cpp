@@ -6,6 +6,8 @@ namespace moelora {
 namespace {
 
 struct CpuDevice {
+  // The bits of an ATen GEMM row depend on its place among the rows, so adapters must not move it.
+  static constexpr bool kRowsBySlot = false;
   struct Stream {};
   Stream main() { return {}; }
   Stream side() { return {}; }
@@ -25,6 +27,8 @@ struct CpuDevice {
 
 class CudaDevice {
  public:
+  // The grouped LoRA kernels read one matrix for neighbouring rows.
+  static constexpr bool kRowsBySlot = true;
   using Stream = void*;
   explicit CudaDevice(const LayerStreams& streams) : streams_(streams) {}
 

@@ -93,6 +93,7 @@ class DecomposedLayer {
     MoeSortParams params;
     params.ids = layer_.ids;
     params.slots = layer_.slots;
+    if (!Device::kRowsBySlot) params.slots.num_slots = 0;
     params.expanded_to_permuted_ptr = expanded_to_permuted();
     params.permuted_to_expanded_ptr = map(plan_.permuted_to_expanded);
     params.expert_offsets_ptr = map(plan_.expert_offsets);

@@ -6,4 +6,7 @@ namespace moelora {
 // built in. Cheap after the first call for a device.
 void require_supported_device(int device_index);
 
+// Whether the GPU is of compute capability 9.0 (Hopper), for kernels that exist for it alone.
+bool is_sm90(int device_index);
+
 }  // namespace moelora

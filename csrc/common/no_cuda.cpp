@@ -2,6 +2,7 @@
 // symbol.
 #include "../activation/activation.h"
 #include "../finalize/finalize.h"
+#include "../fused_decode/fused_decode.h"
 #include "../grouped_gemm/grouped_gemm.h"
 #include "../lora_expand/lora_expand.h"
 #include "../lora_shrink/lora_shrink.h"
@@ -23,6 +24,7 @@ namespace {
 }  // namespace
 
 void require_supported_device(int) { no_cuda(); }
+bool is_sm90(int) { no_cuda(); }
 void record_event(void*, void*) { no_cuda(); }
 void wait_event(void*, void*) { no_cuda(); }
 void launch_routing(const RoutingParams&, void*) { no_cuda(); }
@@ -35,5 +37,6 @@ void launch_lora_shrink(const LoraShrinkParams&, void*) { no_cuda(); }
 void launch_lora_expand(const LoraExpandParams&, void*) { no_cuda(); }
 void launch_activation(const ActivationParams&, void*) { no_cuda(); }
 void launch_finalize(const FinalizeParams&, void*) { no_cuda(); }
+void launch_fused_decode(const FusedDecodeParams&, void*) { no_cuda(); }
 
 }  // namespace moelora

@@ -246,7 +246,7 @@ void run_layer(const LayerParams& layer, LayerPath path, LayerStreams streams, c
   require_supported_device(like.get_device_index());
   DeviceScope scope(like);
   streams.main = current_stream(like);
-  run_layer_cuda(layer, path, streams, workspace_ptr);
+  run_layer_cuda(layer, path, is_sm90(like.get_device_index()), streams, workspace_ptr);
 }
 
 }  // namespace
@@ -270,6 +270,9 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
   layer.gate_up.num_components = static_cast<int32_t>(gate_up_components);
   layer.gate_up.a_shared_outer = gate_up_a_shared_outer;
   layer.down.rank = static_cast<int32_t>(down_rank);
+  // Nothing is read: only whether a side has adapters counts.
+  if (layer.gate_up.exists()) layer.gate_up.a_ptr = layer.gate_up.b_ptr = &layer;
+  if (layer.down.exists()) layer.down.a_ptr = layer.down.b_ptr = &layer;
   return layer_workspace_bytes(layer, cuda);
 }
 

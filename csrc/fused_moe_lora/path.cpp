@@ -1,16 +1,113 @@
 #include "path.h"
 
+#include <algorithm>
+
+#include "../common/stream.h"
+#include "../fused_decode/fused_decode.h"
+#include "../fused_prefill/fused_prefill.h"
 #include "plan.h"
 
 namespace moelora {
+namespace {
 
-int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda) {
-  return plan_decomposed(layer, cuda).bytes;
+LoraStack a_stack(const LoraSide& side) {
+  return {side.a_ptr, side.a_slot_stride, side.a_expert_stride, side.a_row_stride,
+          side.a_shared_outer};
+}
+LoraStack b_stack(const LoraSide& side) {
+  return {side.b_ptr, side.b_slot_stride, side.b_expert_stride, side.b_row_stride,
+          side.b_shared_outer};
 }
 
-void run_layer_cuda(const LayerParams& layer, LayerPath, const LayerStreams& streams,
-                    void* workspace_ptr) {
-  run_decomposed_cuda(layer, streams, workspace_ptr);
+FusedDecodeParams decode_params(const LayerParams& layer, void* workspace_ptr) {
+  FusedDecodeParams params;
+  params.hidden_states_ptr = layer.hidden_states_ptr;
+  params.hidden_states_stride = layer.hidden_states_stride;
+  params.w13 = layer.w13;
+  params.w2 = layer.w2;
+  params.w13_bias_ptr = layer.w13_bias_ptr;
+  params.w2_bias_ptr = layer.w2_bias_ptr;
+  params.ids = layer.ids;
+  params.weights = layer.weights;
+  params.slots = layer.slots;
+  params.gate_up_a = a_stack(layer.gate_up);
+  params.gate_up_b = b_stack(layer.gate_up);
+  params.down_a = a_stack(layer.down);
+  params.down_b = b_stack(layer.down);
+  params.scaling_ptr = layer.scaling_ptr;
+  params.gate_up_rank = layer.gate_up.rank;
+  params.down_rank = layer.down.rank;
+  params.gate_up_a_components = layer.gate_up.num_components;
+  params.out_ptr = layer.out_ptr;
+  params.out_stride = layer.out_stride;
+  params.workspace_ptr = workspace_ptr;
+  params.num_tokens = layer.num_tokens;
+  params.hidden_size = layer.hidden_size;
+  params.intermediate_size = layer.intermediate_size;
+  params.top_k = layer.top_k;
+  params.num_local_experts = layer.num_local_experts;
+  params.expert_offset = layer.expert_offset;
+  params.layout = layer.layout;
+  params.activation = layer.activation;
+  params.alpha = layer.activation_alpha;
+  params.limit = layer.activation_limit;
+  params.weight_on_input = layer.weight_on_input;
+  params.routed_scaling_factor = layer.routed_scaling_factor;
+  params.dtype = layer.dtype;
+  return params;
+}
+
+// What no fused path does: it hands back no intermediates and reads no delta made elsewhere.
+const char* needs_decomposed(const LayerParams& layer) {
+  if (!layer.finished()) return "do_finalize=False asks for the intermediates";
+  if (layer.gate_up_delta_ptr != nullptr || layer.down_delta_ptr != nullptr) {
+    return "a delta is given by the caller";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90) {
+  if (path == LayerPath::kDecomposed) return {Path::kDecomposed, "stream_mode asks for it"};
+  if (const char* reason = needs_decomposed(layer)) return {Path::kDecomposed, reason};
+  if (layer.num_tokens <= kDecodeMaxTokens) {
+    const char* reason = fused_decode_unsupported(decode_params(layer, nullptr));
+    if (reason == nullptr) return {Path::kFusedDecode, "few tokens"};
+    return {Path::kDecomposed, reason};
+  }
+  if (!sm90) return {Path::kDecomposed, "the fused prefill kernels are for compute capability 9.0"};
+  const char* reason = fused_prefill_unsupported(layer);
+  if (reason == nullptr) return {Path::kFusedPrefill, "many tokens"};
+  return {Path::kDecomposed, reason};
+}
+
+int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda) {
+  int64_t bytes = plan_decomposed(layer, cuda).bytes;
+  if (!cuda || layer.num_tokens == 0) return bytes;
+  if (layer.num_tokens <= kDecodeMaxTokens) {
+    return std::max(bytes, fused_decode_workspace_bytes(decode_params(layer, nullptr)));
+  }
+  return std::max(bytes, fused_prefill_workspace_bytes(layer));
+}
+
+void run_layer_cuda(const LayerParams& layer, LayerPath path, bool sm90,
+                    const LayerStreams& streams, void* workspace_ptr) {
+  switch (choose_path(layer, path, sm90).path) {
+    case Path::kFusedDecode:
+      launch_fused_decode(decode_params(layer, workspace_ptr), streams.main);
+      break;
+    case Path::kFusedPrefill:
+#ifdef MOELORA_BUILT_SM90
+      launch_fused_prefill(layer, streams.main, workspace_ptr);
+#endif
+      break;
+    case Path::kDecomposed:
+      return run_decomposed_cuda(layer, streams, workspace_ptr);
+  }
+  if (streams.down_gemm_done_event != nullptr) {
+    record_event(streams.down_gemm_done_event, streams.main);
+  }
 }
 
 }  // namespace moelora

@@ -12,10 +12,23 @@ enum class LayerPath : int32_t {
 };
 constexpr int64_t kNumLayerPaths = 2;
 
+enum class Path : int32_t { kDecomposed, kFusedDecode, kFusedPrefill };
+
+struct PathChoice {
+  Path path;
+  const char* reason;
+};
+
+// The most tokens for which the one-kernel path is the fastest (benchmarks/results/).
+constexpr int64_t kDecodeMaxTokens = 256;
+
+PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90);
+
 // Workspace that any path of this call may need.
 int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda);
 
-void run_layer_cuda(const LayerParams& layer, LayerPath path, const LayerStreams& streams,
-                    void* workspace_ptr);
+// sm90: the GPU is of compute capability 9.0.
+void run_layer_cuda(const LayerParams& layer, LayerPath path, bool sm90,
+                    const LayerStreams& streams, void* workspace_ptr);
 
 }  // namespace moelora

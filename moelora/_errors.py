@@ -1,5 +1,6 @@
 """Turns the ops' RuntimeErrors into the TypeErrors and ValueErrors that Python callers expect, with the same words."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 
 # How the compiled code marks its argument errors (csrc/common/checks.h).
 TYPE_ERROR, VALUE_ERROR = "moelora type error: ", "moelora value error: "
+# How torch's dispatcher refuses a Python type that the schema has no use for.
+_WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
 _KINDS = {TYPE_ERROR: TypeError, VALUE_ERROR: ValueError}
 
 
@@ -21,6 +24,9 @@ def call(op: Callable, *args: Any, **kwargs: Any) -> Any:
         for prefix, kind in _KINDS.items():
             if text.startswith(prefix):
                 raise kind(text.removeprefix(prefix).split("\n")[0]) from None
+        if wrong_type := _WRONG_TYPE.search(text):
+            expected, name, got = wrong_type.groups()
+            raise TypeError(f"{name}: expected {expected}, got {got}") from None
         raise
 
 
@@ -33,11 +39,23 @@ def require_tensor(value: Any, name: str, dims: int) -> None:
 
 
 def require_inference(**tensors: torch.Tensor | None) -> None:
-    """The ops have no backward: an input that requires grad while grad mode is on would lose its gradient silently."""
-    if not torch.is_grad_enabled():
-        return
+    """Checks what the compiled code cannot see: that these are tensors of one device that need no gradient.
+
+    The ops have no backward: an input that requires grad while grad mode is on would lose its gradient silently. And
+    torch hands a call with one "meta" tensor among its arguments to the shape functions, which compute nothing.
+    """
+    grad_enabled = torch.is_grad_enabled()
+    first_name = device = None
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
+        if device is None:
+            first_name, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{name}: expected the device of {first_name} ({device}), got {tensor.device}")
+        if grad_enabled and tensor.requires_grad:
             raise ValueError(
                 f"{name}: requires grad, but moelora is for inference only; "
                 "call it under torch.inference_mode() or detach the tensor"

@@ -103,9 +103,12 @@ def fused_moe_lora(
     require_tensor(w2, "w2", 3)
     require_tensor(topk_ids, "topk_ids", 2)
     path = choice(stream_mode, _PATHS, "stream_mode")
+    if lora is not None and not isinstance(lora, MoELoRA):
+        raise TypeError(f"lora: expected a MoELoRA or None, got {type(lora).__name__}")
     require_inference(
-        hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias, w2_bias=w2_bias,
-        gate_up_lora_delta=gate_up_lora_delta, down_lora_delta=down_lora_delta,
+        hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids,
+        adapter_ids=adapter_ids, w13_bias=w13_bias, w2_bias=w2_bias, gate_up_lora_delta=gate_up_lora_delta,
+        down_lora_delta=down_lora_delta, out=out, **({} if lora is None else _stacks(lora)),
     )  # fmt: skip
     local_experts = w13.shape[0]
     num_experts = local_experts if num_experts is None else num_experts
@@ -156,13 +159,11 @@ def fused_moe_lora(
         }
     elif out is None:
         out = hidden_states.new_empty((tokens, hidden))
-    workspace = torch.empty(
-        _workspace_bytes(
-            tokens, top_k, num_experts, local_experts, hidden, inner, hidden_states.dtype == torch.float32,
-            *_lora_sizes(lora), hidden_states.is_cuda,
-        ),
-        dtype=torch.uint8, device=hidden_states.device,
+    workspace_bytes = call(
+        _workspace_bytes, tokens, top_k, num_experts, local_experts, hidden, inner,
+        hidden_states.dtype == torch.float32, *_lora_sizes(lora), hidden_states.is_cuda,
     )  # fmt: skip
+    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
     if hidden_states.is_cuda and lora is not None and _wants_side_stream(stream_mode, tokens):
         side = _streams.side_stream(hidden_states.device)
         arguments["side_stream"] = side.stream
@@ -170,7 +171,8 @@ def fused_moe_lora(
         arguments["join_event"] = side.join_event
     call(
         torch.ops.moelora.fused_moe_lora.out, hidden_states, w13, w2, topk_weights, topk_ids, **arguments,
-        lora_ready_event=_handle(lora_ready_event), down_gemm_done_event=_handle(down_gemm_done_event),
+        lora_ready_event=_handle(lora_ready_event, "lora_ready_event"),
+        down_gemm_done_event=_handle(down_gemm_done_event, "down_gemm_done_event"),
         out=out, **unfinished, workspace=workspace,
     )  # fmt: skip
     if do_finalize:
@@ -203,15 +205,18 @@ def _wants_side_stream(stream_mode: str, tokens: int) -> bool:
     return stream_mode == "two"
 
 
-def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]:
-    if not isinstance(lora, MoELoRA):
-        raise TypeError(f"lora: expected a MoELoRA, got {type(lora).__name__}")
-    require_inference(gate_up_a=lora.gate_up_a, gate_up_b=lora.gate_up_b, down_a=lora.down_a, down_b=lora.down_b)
+def _stacks(lora: MoELoRA) -> dict[str, Tensor | None]:
     return {
         "gate_up_a": lora.gate_up_a,
         "gate_up_b": lora.gate_up_b,
         "down_a": lora.down_a,
         "down_b": lora.down_b,
+    }
+
+
+def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]:
+    return {
+        **_stacks(lora),
         # [L] given as one scale for all three is a view of stride 0; the kernels read [L, 3] contiguous.
         "scaling": lora.scaling.contiguous(),
         "ranks": lora.ranks,
@@ -233,10 +238,12 @@ def _workspace_bytes(*sizes: int) -> int:
     return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
 
 
-def _handle(event: torch.cuda.Event | None) -> int:
+def _handle(event: torch.cuda.Event | None, name: str) -> int:
     """The raw event; one that was never recorded has none yet, so it is recorded once to make it."""
     if event is None:
         return 0
+    if not isinstance(event, torch.cuda.Event):
+        raise TypeError(f"{name}: expected a torch.cuda.Event, got {type(event).__name__}")
     if event.cuda_event == 0:
         event.record()
     return event.cuda_event

@@ -8,6 +8,7 @@ from moelora import _fake, ops  # noqa: E402  (needs the library)
 from moelora._load import build_info  # noqa: E402
 from moelora._streams import set_two_stream_max_tokens  # noqa: E402
 from moelora._version import __version__  # noqa: E402
+from moelora.explain import explain  # noqa: E402
 from moelora.fused_moe_lora import (  # noqa: E402
     fused_moe_lora,
     fused_moe_lora_single_stream,
@@ -24,6 +25,7 @@ __all__ = [
     "MoELoRA",
     "__version__",
     "build_info",
+    "explain",
     "fused_moe_lora",
     "fused_moe_lora_single_stream",
     "fused_moe_lora_two_stream",

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "../common/stream.h"
 #include "../fused_decode/fused_decode.h"
 #include "../fused_prefill/fused_prefill.h"
 #include "plan.h"
@@ -19,7 +18,18 @@ LoraStack b_stack(const LoraSide& side) {
           side.b_shared_outer};
 }
 
-FusedDecodeParams decode_params(const LayerParams& layer, void* workspace_ptr) {
+// What no fused path does: it hands back no intermediates and reads no delta made elsewhere.
+const char* needs_decomposed(const LayerParams& layer) {
+  if (!layer.finished()) return "do_finalize=False asks for the intermediates";
+  if (layer.gate_up_delta_ptr != nullptr || layer.down_delta_ptr != nullptr) {
+    return "a delta is given by the caller";
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+FusedDecodeParams fused_decode_params(const LayerParams& layer, void* workspace_ptr) {
   FusedDecodeParams params;
   params.hidden_states_ptr = layer.hidden_states_ptr;
   params.hidden_states_stride = layer.hidden_states_stride;
@@ -57,22 +67,11 @@ FusedDecodeParams decode_params(const LayerParams& layer, void* workspace_ptr) {
   return params;
 }
 
-// What no fused path does: it hands back no intermediates and reads no delta made elsewhere.
-const char* needs_decomposed(const LayerParams& layer) {
-  if (!layer.finished()) return "do_finalize=False asks for the intermediates";
-  if (layer.gate_up_delta_ptr != nullptr || layer.down_delta_ptr != nullptr) {
-    return "a delta is given by the caller";
-  }
-  return nullptr;
-}
-
-}  // namespace
-
 PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90) {
   if (path == LayerPath::kDecomposed) return {Path::kDecomposed, "stream_mode asks for it"};
   if (const char* reason = needs_decomposed(layer)) return {Path::kDecomposed, reason};
   if (layer.num_tokens <= kDecodeMaxTokens) {
-    const char* reason = fused_decode_unsupported(decode_params(layer, nullptr));
+    const char* reason = fused_decode_unsupported(fused_decode_params(layer, nullptr));
     if (reason == nullptr) return {Path::kFusedDecode, "few tokens"};
     return {Path::kDecomposed, reason};
   }
@@ -86,28 +85,9 @@ int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda) {
   int64_t bytes = plan_decomposed(layer, cuda).bytes;
   if (!cuda || layer.num_tokens == 0) return bytes;
   if (layer.num_tokens <= kDecodeMaxTokens) {
-    return std::max(bytes, fused_decode_workspace_bytes(decode_params(layer, nullptr)));
+    return std::max(bytes, fused_decode_workspace_bytes(fused_decode_params(layer, nullptr)));
   }
   return std::max(bytes, fused_prefill_workspace_bytes(layer));
-}
-
-void run_layer_cuda(const LayerParams& layer, LayerPath path, bool sm90,
-                    const LayerStreams& streams, void* workspace_ptr) {
-  switch (choose_path(layer, path, sm90).path) {
-    case Path::kFusedDecode:
-      launch_fused_decode(decode_params(layer, workspace_ptr), streams.main);
-      break;
-    case Path::kFusedPrefill:
-#ifdef MOELORA_BUILT_SM90
-      launch_fused_prefill(layer, streams.main, workspace_ptr);
-#endif
-      break;
-    case Path::kDecomposed:
-      return run_decomposed_cuda(layer, streams, workspace_ptr);
-  }
-  if (streams.down_gemm_done_event != nullptr) {
-    record_event(streams.down_gemm_done_event, streams.main);
-  }
 }
 
 }  // namespace moelora

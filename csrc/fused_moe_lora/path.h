@@ -1,6 +1,7 @@
 // Which path a call takes: decided from shapes alone, and explained by moelora.explain.
 #pragma once
 
+#include "../fused_decode/fused_decode.h"
 #include "layer.h"
 
 namespace moelora {
@@ -23,6 +24,8 @@ struct PathChoice {
 constexpr int64_t kDecodeMaxTokens = 256;
 
 PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90);
+
+FusedDecodeParams fused_decode_params(const LayerParams& layer, void* workspace_ptr);
 
 // Workspace that any path of this call may need.
 int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda);

@@ -11,7 +11,8 @@ DOCUMENTS = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "third_p
 _SCHEMA = re.compile(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)')
 _FOLDERS = r"(?:benchmarks|csrc|docs|examples|moelora|tests|third_party|tools|\.ci)/"
 _TOP_FILES = r"Makefile|LICENSE|setup\.py|CMakeLists\.txt|pyproject\.toml"
-_PATH = re.compile(rf"(?<![\w./-])({_FOLDERS}[\w./*-]*[\w*/]|{_TOP_FILES})(?!\w)")
+_PATH = re.compile(rf"(?<![\w./-])({_FOLDERS}[\w./*-]*[\w*/]|{_TOP_FILES})(?![\w<])")
+_VARIABLE = re.compile(r'(?:environ(?:\.get\(|\[)"|ENV\{|^_ENVIRONMENT = ")([A-Z_]+)', re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
@@ -54,8 +55,42 @@ def test_named_python_attributes_exist():
     import moelora.weights
 
     for document in DOCUMENTS:
-        for dotted in set(re.findall(r"`(moelora(?:\.\w+)+)", document.read_text())):
+        for dotted in set(re.findall(r"`(moelora(?:\.[A-Za-z]\w*)+)", document.read_text())):
             value = moelora
             for name in dotted.split(".")[1:]:
                 assert hasattr(value, name), f"{document.name}: {dotted}"
                 value = getattr(value, name)
+
+
+def test_readme_names_every_environment_variable_that_is_read():
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("moelora/**/*.py"), *ROOT.glob("third_party/*.cmake")]
+    read = set()
+    for source in sources:
+        read |= set(_VARIABLE.findall(source.read_text()))
+    read -= {"CUDA_HOME"}
+    table = set(re.findall(r"^\| `([A-Z_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert len(read) >= 5
+    assert table >= read
+
+
+def test_readme_example_runs():
+    import torch
+
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    small = example.replace("16, 128, 8, 2048, 768, 8, 16", "16, 32, 8, 64, 48, 8, 8")
+    assert small != example
+    names: dict = {}
+    exec(small, names)
+    assert names["y"].shape == (16, 64)
+    assert torch.isfinite(names["y"]).all()
+
+
+def test_readme_memory_figures():
+    def gib(components: int) -> float:
+        slots, experts, hidden, inner, rank = 16, 128, 2048, 768, 32
+        elements = components * rank * hidden + 2 * inner * rank + rank * inner + hidden * rank
+        return slots * experts * elements * 2 / 2**30
+
+    text = (ROOT / "README.md").read_text()
+    assert f"{gib(2):.2f} GiB per layer with C = 2" in text
+    assert f"{gib(1):.2f} GiB with C = 1" in text

@@ -99,6 +99,7 @@ class PrefillChunk {
     params.gate_up_tiles = at<TokenTile>(plan_.gate_up_tiles);
     params.down_tiles = at<TokenTile>(plan_.down_tiles);
     params.num_tiles = at<int32_t>(plan_.num_tiles);
+    params.next_items = at<int32_t>(plan_.next_items);
     params.gate_up_units = at<LoraUnit>(plan_.gate_up_units);
     params.down_units = at<LoraUnit>(plan_.down_units);
     params.row_token = at<int32_t>(plan_.row_token);
@@ -162,6 +163,7 @@ class PrefillChunk {
     const int64_t hidden = layer_.hidden_size, inner = layer_.intermediate_size;
     PrefillGemmParams params = gemm_params(layer_.gate_up, gate_up_v_columns(layer_.gate_up));
     params.tiles = at<TokenTile>(plan_.gate_up_tiles);
+    params.next_item = at<int32_t>(plan_.next_items);
     params.weight_blocks = static_cast<int32_t>(ceil_div(2 * inner, kWeightRows));
     params.k_blocks = static_cast<int32_t>(ceil_div(hidden, kBlockColumns));
     params.x_ptr = layer_.hidden_states_ptr;
@@ -192,6 +194,7 @@ class PrefillChunk {
     const int64_t hidden = layer_.hidden_size, inner = layer_.intermediate_size;
     PrefillGemmParams params = gemm_params(layer_.down, layer_.down.rank);
     params.tiles = at<TokenTile>(plan_.down_tiles);
+    params.next_item = at<int32_t>(plan_.next_items) + 1;
     params.weight_blocks = static_cast<int32_t>(ceil_div(hidden, kWeightRows));
     params.k_blocks = static_cast<int32_t>(ceil_div(inner, kBlockColumns));
     params.units = at<LoraUnit>(plan_.down_units);

@@ -10,8 +10,9 @@ template <class T, class Tile, bool kGateUp>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const PrefillGemmMaps& maps, const PrefillGemmParams& params,
-                                      uint32_t shared_base, int group, int thread)
-      : maps_(maps), p_(params), base_(shared_base) {
+                                      uint32_t shared_base, const ItemQueue& queue, int group,
+                                      int thread)
+      : maps_(maps), p_(params), base_(shared_base), queue_(queue) {
     group_.staging = shared_base + Tile::kStagingAt + group * Tile::kStagingBytes;
     group_.group = group;
     group_.warp = thread >> 5;
@@ -19,62 +20,59 @@ class Consumer {
     group_.elected = thread == 0;
   }
 
-  __device__ __forceinline__ void run(int num_items) {
-    const int step = gridDim.x;
-    TokenTile next = load_tile(p_, blockIdx.x, num_items);
-    for (int item = blockIdx.x; item < num_items; item += step) {
-      const TokenTile tile = next;
-      next = load_tile(p_, item + step, num_items);
-      const int block = item % p_.weight_blocks;
+  __device__ __forceinline__ void run() {
+    for (uint32_t n = 0;; ++n) {
+      const GemmItem item = queue_.read(n, group_.lane);
+      if (item.tile.rows == 0) break;
       // The width is the instruction's: one copy of the loop for each.
-      switch (__shfl_sync(~0u, tile.rows / kRowStep, 0)) {
+      switch (__shfl_sync(~0u, item.tile.rows / kRowStep, 0)) {
         case 1:
-          run_item<1>(tile, block);
+          run_item<1>(item.tile, item.block);
           break;
         case 2:
-          run_item<2>(tile, block);
+          run_item<2>(item.tile, item.block);
           break;
         case 3:
-          run_item<3>(tile, block);
+          run_item<3>(item.tile, item.block);
           break;
         case 4:
-          run_item<4>(tile, block);
+          run_item<4>(item.tile, item.block);
           break;
         case 5:
-          run_item<5>(tile, block);
+          run_item<5>(item.tile, item.block);
           break;
         case 6:
-          run_item<6>(tile, block);
+          run_item<6>(item.tile, item.block);
           break;
         case 7:
-          run_item<7>(tile, block);
+          run_item<7>(item.tile, item.block);
           break;
         case 8:
-          run_item<8>(tile, block);
+          run_item<8>(item.tile, item.block);
           break;
         case 9:
-          run_item<9>(tile, block);
+          run_item<9>(item.tile, item.block);
           break;
         case 10:
-          run_item<10>(tile, block);
+          run_item<10>(item.tile, item.block);
           break;
         case 11:
-          run_item<11>(tile, block);
+          run_item<11>(item.tile, item.block);
           break;
         case 12:
-          run_item<12>(tile, block);
+          run_item<12>(item.tile, item.block);
           break;
         case 13:
-          run_item<13>(tile, block);
+          run_item<13>(item.tile, item.block);
           break;
         case 14:
-          run_item<14>(tile, block);
+          run_item<14>(item.tile, item.block);
           break;
         case 15:
-          run_item<15>(tile, block);
+          run_item<15>(item.tile, item.block);
           break;
         case 16:
-          run_item<16>(tile, block);
+          run_item<16>(item.tile, item.block);
           break;
       }
     }
@@ -167,6 +165,7 @@ class Consumer {
   const PrefillGemmMaps& maps_;
   const PrefillGemmParams& p_;
   const uint32_t base_;
+  const ItemQueue& queue_;
   ConsumerGroup group_;
   RingPosition<Tile::kStages> at_{0};
 };

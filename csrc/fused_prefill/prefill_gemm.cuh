@@ -6,9 +6,9 @@
 
 namespace moelora::fused_prefill {
 
-// Persistent: any grid size is right, one block an SM is meant. A block takes items blockIdx.x,
-// + gridDim.x, ...; an item is 128 weight rows times one token tile, and weights are the M operand,
-// so that tokens are padded to 16 only.
+// Persistent: any grid size is right, one block an SM is meant. Blocks take items by ticket; an
+// item is 128 weight rows times one token tile, and weights are the M operand, so that tokens are
+// padded to 16 only.
 //   gate_up: z[row, :] = act(W13[e] x[row_token[row]] + b + B v[row]) for every row of the tile
 //   list down:    y[row, :] = W2[e] z[row] + b + B v[row]
 // One warpgroup fills the ring, two multiply. Needs: dynamic shared memory of Tile::kSharedBytes,
@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   if ((base & 1023) != 0) __trap();  // the swizzles count from 1024-byte lines
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
 
+  const ItemQueue queue(shared + Tile::kQueueAt);
   if (threadIdx.x == 0) {
+    queue.init(kConsumerGroups * kGroupThreads / 32);
     for (int s = 0; s < Tile::kStages; ++s) {
       // Full: each producer thread's cp.async, and one arrival that announces the TMA bytes.
       ptx::mbarrier_init(base + Tile::kFullAt + 8 * s, kGroupThreads + 1);
@@ -37,17 +39,16 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   __syncthreads();
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
-  const int num_items = sm90::load_pinned_4(params.num_tiles) * params.weight_blocks;
 
   // 384 threads start with 168 registers each; 2 * 128 * 200 + 128 * 104 is the same sum.
   if (group == kConsumerGroups) {
     sm90::give_registers_back<104>();
-    Producer<Tile, kGateUp>(maps, params, base,
+    Producer<Tile, kGateUp>(maps, params, base, queue,
                             reinterpret_cast<int32_t*>(shared + Tile::kTokenIndexAt), thread)
-        .run(num_items);
+        .run();
   } else {
     sm90::take_registers<200>();
-    Consumer<T, Tile, kGateUp>(maps, params, base, group, thread).run(num_items);
+    Consumer<T, Tile, kGateUp>(maps, params, base, queue, group, thread).run();
   }
 }
 

@@ -12,6 +12,8 @@ constexpr int kBlockColumns = 64;  // of K a stage: rows of 128 bytes
 constexpr int kRowBytes = 128;
 constexpr int kConsumerGroups = 2;
 constexpr int kGroupThreads = 128;
+constexpr int kQueueEntries = 4;  // items known to a block at once
+constexpr int kQueueBytes = kQueueEntries * (32 + 16);
 constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;
 
 // Rows of an operand or an output in boxes of 64 rows and, for what is left of a tile, of 16.
@@ -28,6 +30,7 @@ struct PrefillGemmMaps {
 struct PrefillGemmParams {
   const TokenTile* tiles;
   const int32_t* num_tiles;
+  int32_t* next_item;     // counter, 0 at the start
   int32_t weight_blocks;  // blocks of kWeightRows
   int32_t k_blocks;       // blocks of kBlockColumns
 
@@ -77,14 +80,15 @@ struct GemmTile {
   // Byte offsets in dynamic shared memory, which must start at a multiple of 1024.
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kTokenIndexAt = kStagingAt + kConsumerGroups * kStagingBytes;
-  static constexpr int kFullAt = kTokenIndexAt + 2 * kMaxTokens * 4;
+  static constexpr int kQueueAt = kTokenIndexAt + 2 * kMaxTokens * 4;
+  static constexpr int kFullAt = kQueueAt + kQueueBytes;
   static constexpr int kEmptyAt = kFullAt + 8 * kStages;
   static constexpr int kSharedBytes = kEmptyAt + 8 * kStages;
 
   static_assert(kMaxTokens % kRowStep == 0 && kMaxTokens <= 256, "the N of one wgmma");
   static_assert(kStageBytes % 1024 == 0 && kStagingBytes % 1024 == 0, "swizzle alignment");
   static_assert(kStagingBytes >= kDownBufferBytes, "a down buffer fits");
-  static_assert(kFullAt % 8 == 0 && kSharedBytes <= 232448, "fits an SM");
+  static_assert(kQueueAt % 16 == 0 && kSharedBytes <= 232448, "fits an SM");
 };
 
 }  // namespace moelora::fused_prefill

@@ -2,8 +2,7 @@
 // item's K blocks first, its adapter stages last.
 #pragma once
 
-#include "prefill_gemm_params.h"
-#include "prefill_ptx.cuh"
+#include "prefill_items.cuh"
 
 namespace moelora::fused_prefill {
 
@@ -28,70 +27,55 @@ struct RingPosition {
   }
 };
 
-// Items in order: all weight blocks of a token tile before the next tile, so that a tile's rows and
-// an expert's weights are in L2 while several blocks want them.
-__device__ __forceinline__ TokenTile load_tile(const PrefillGemmParams& p, int item,
-                                               int num_items) {
-  if (item >= num_items) return TokenTile{0, 0, 0, 0};
-  const int4 v = sm90::load_pinned_16(p.tiles + item / p.weight_blocks);
-  return TokenTile{v.x, v.y, v.z, v.w};
-}
-
 constexpr int kProducerBarrier = 1;  // named barriers; consumers use 2 and 3
 
 template <class Tile, bool kGateUp>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const PrefillGemmMaps& maps, const PrefillGemmParams& params,
-                                      uint32_t shared_base, int32_t* token_index, int thread)
+                                      uint32_t shared_base, const ItemQueue& queue,
+                                      int32_t* token_index, int thread)
       : maps_(maps),
         p_(params),
         base_(shared_base),
+        queue_(queue),
         token_index_(token_index),
         thread_(thread),
         row_(thread >> 3),
         chunk_(thread & 7) {}
 
-  // Which tile comes next is fetched two items ahead, its rows' tokens one item ahead: neither's
-  // latency is ever waited for.
-  __device__ __forceinline__ void run(int num_items) {
-    const int step = gridDim.x;
-    int item = blockIdx.x;
-    TokenTile next = load_tile(p_, item, num_items);
-    TokenTile after_next = load_tile(p_, item + step, num_items);
+  // The next item is fetched by thread 0 while an item runs, and its rows' tokens by all threads
+  // once it is known: neither's latency is ever waited for.
+  __device__ __forceinline__ void run() {
+    ItemFetcher fetcher(p_);
+    if (thread_ == 0) {
+      fetcher.start();
+      queue_.publish(0, fetcher.next());
+    }
+    sync();
     int32_t tokens[kTokensPerThread];
-    fetch_tokens(next, tokens);
-    for (uint32_t turn = 0; item < num_items; item += step, turn ^= 1) {
-      const TokenTile tile = next;
-      const int block = item % p_.weight_blocks;
-      int32_t* index = token_index_ + turn * Tile::kMaxTokens;
+    fetch_tokens(queue_.peek(0).tile, tokens);
+    for (uint32_t n = 0;; ++n) {
+      const GemmItem item = queue_.peek(n);
+      if (item.tile.rows == 0) break;
+      int32_t* index = token_index_ + n % 2 * Tile::kMaxTokens;
+      store_tokens(tokens, index);
+      if (thread_ == 0) queue_.publish(n + 1, fetcher.next());
+      sync();
+      fetch_tokens(queue_.peek(n + 1).tile, tokens);
+      const LoraUnit first_unit = fetch_unit(item, chunk_ >> 1);
       if constexpr (kGateUp) {
-#pragma unroll
-        for (int i = 0; i < kTokensPerThread; ++i) {
-          const int r = thread_ + i * kGroupThreads;
-          if (r < Tile::kMaxTokens) index[r] = tokens[i];
-        }
-      }
-      next = after_next;
-      after_next = load_tile(p_, item + 2 * step, num_items);
-      fetch_tokens(next, tokens);
-      const int tile_idx = item / p_.weight_blocks;
-      const LoraUnit first_unit = fetch_unit(tile, tile_idx, chunk_ >> 1);
-      if constexpr (kGateUp) {
-        ptx::named_barrier(kProducerBarrier, kGroupThreads);
-        gather_blocks(tile, block, index);
+        gather_blocks(item, index);
+      } else if (thread_ == 0) {
+        load_blocks(item);
       } else {
-        if (thread_ == 0) load_blocks(tile, block);
-        if (thread_ != 0) at_.skip(p_.k_blocks);
+        at_.skip(p_.k_blocks);
       }
-      if (tile.units > 0) {
-        if constexpr (!kGateUp) {
-          // Thread 0 has waited for every earlier stage: a parity seen by the others is the right
-          // one.
-          __syncwarp();
-          ptx::named_barrier(kProducerBarrier, kGroupThreads);
-        }
-        expand_stages(tile, tile_idx, block, index, first_unit);
+      if (item.tile.units > 0) {
+        // down: thread 0 has waited for every earlier stage once it is here, and so the parity that
+        // the others wait for is the right one.
+        if constexpr (!kGateUp) sync();
+        expand_stages(item, index, first_unit);
       }
     }
   }
@@ -100,6 +84,10 @@ class Producer {
   static constexpr int kTokensPerThread =
       kGateUp ? (Tile::kMaxTokens + kGroupThreads - 1) / kGroupThreads : 1;
 
+  __device__ __forceinline__ void sync() const {
+    __syncwarp();
+    ptx::named_barrier(kProducerBarrier, kGroupThreads);
+  }
   __device__ __forceinline__ uint32_t full() const { return base_ + Tile::kFullAt + 8 * at_.stage; }
   __device__ __forceinline__ uint32_t weights() const {
     return base_ + at_.stage * Tile::kStageBytes;
@@ -124,39 +112,47 @@ class Producer {
     }
   }
 
-  __device__ __forceinline__ LoraUnit fetch_unit(const TokenTile& tile, int tile_idx,
-                                                 int unit_idx) const {
-    if (unit_idx >= tile.units) return LoraUnit{0, 0, 0, 0, 0, 0};
-    const int4 v =
-        sm90::load_pinned_16(p_.units + int64_t{tile_idx} * p_.units_capacity + unit_idx);
+  __device__ __forceinline__ void store_tokens(const int32_t (&tokens)[kTokensPerThread],
+                                               int32_t* index) const {
+    if constexpr (kGateUp) {
+#pragma unroll
+      for (int i = 0; i < kTokensPerThread; ++i) {
+        const int r = thread_ + i * kGroupThreads;
+        if (r < Tile::kMaxTokens) index[r] = tokens[i];
+      }
+    }
+  }
+
+  __device__ __forceinline__ LoraUnit fetch_unit(const GemmItem& item, int unit_idx) const {
+    if (unit_idx >= item.tile.units) return LoraUnit{0, 0, 0, 0, 0, 0};
+    const int64_t first = int64_t{item.tile_idx} * p_.units_capacity;
+    const int4 v = sm90::load_pinned_16(p_.units + first + unit_idx);
     return reinterpret_cast<const LoraUnit&>(v);
   }
 
-  __device__ __forceinline__ void load_weights(const TokenTile& tile, int block,
-                                               int k_block) const {
+  __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
     if constexpr (kGateUp) {
       sm90::tma_load_5d(weights(), &maps_.weights, full(), k_block * kBlockColumns, 0, 0,
-                        block * (kWeightRows / 16), tile.expert);
+                        item.block * (kWeightRows / 16), item.tile.expert);
     } else {
       sm90::tma_load_3d(weights(), &maps_.weights, full(), k_block * kBlockColumns,
-                        block * kWeightRows, tile.expert);
+                        item.block * kWeightRows, item.tile.expert);
     }
   }
 
   // gate_up: weights by TMA, rows of x by cp.async of all 128 threads, eight a row.
-  __device__ __forceinline__ void gather_blocks(const TokenTile& tile, int block,
-                                                const int32_t* index) {
+  __device__ __forceinline__ void gather_blocks(const GemmItem& item, const int32_t* index) {
     uint32_t token[Tile::kMaxSteps];
 #pragma unroll
     for (int i = 0; i < Tile::kMaxSteps; ++i) token[i] = index[row_ + i * kRowStep];
-    const int steps = tile.rows / kRowStep;
+    const int steps = item.tile.rows / kRowStep;
     const char* x = static_cast<const char*>(p_.x_ptr) + chunk_ * 16;
     const int whole_blocks = p_.x_columns / kBlockColumns;
     for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
       wait_empty();
       if (thread_ == 0) {
         ptx::mbarrier_arrive_expect_tx(full(), Tile::kWeightBytes);
-        load_weights(tile, block, k_block);
+        load_weights(item, k_block);
       }
       const uint32_t dst = weights() + Tile::kWeightBytes + place();
       if (k_block < whole_blocks) {
@@ -183,12 +179,13 @@ class Producer {
   }
 
   // down: weights and rows of z by TMA, all by thread 0, whose arrivals stand for the others'.
-  __device__ __forceinline__ void load_blocks(const TokenTile& tile, int block) {
+  __device__ __forceinline__ void load_blocks(const GemmItem& item) {
+    const TokenTile& tile = item.tile;
     for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
       wait_empty();
       sm90::mbarrier_arrive_many(full(), kGroupThreads);
       ptx::mbarrier_arrive_expect_tx(full(), Tile::kWeightBytes + tile.rows * kRowBytes);
-      load_weights(tile, block, k_block);
+      load_weights(item, k_block);
       uint32_t dst = weights() + Tile::kWeightBytes;
       int row = 0;
       for (; row + 64 <= tile.rows; row += 64, dst += 64 * kRowBytes) {
@@ -206,17 +203,17 @@ class Producer {
   // Adapter stages: four units of 16 ranks each, rows of B where the weights lie, rank vectors
   // where the tokens lie. Whatever is not the slot's own (ranks beyond its rank, rows of other
   // slots, the other component's rows) is written as zeros and never read: it may hold NaN.
-  __device__ __forceinline__ void expand_stages(const TokenTile& tile, int tile_idx, int block,
-                                                const int32_t* index, LoraUnit unit) {
+  __device__ __forceinline__ void expand_stages(const GemmItem& item, const int32_t* index,
+                                                LoraUnit unit) {
     const int half = chunk_ & 1;  // of a unit: 8 ranks a thread
-    for (int first = 0; first < tile.units; first += 4) {
-      const LoraUnit next_unit = fetch_unit(tile, tile_idx, first + 4 + (chunk_ >> 1));
+    for (int first = 0; first < item.tile.units; first += 4) {
+      const LoraUnit next_unit = fetch_unit(item, first + 4 + (chunk_ >> 1));
       const int left = unit.ranks - 8 * half;
       const int ranks = left < 0 ? 0 : (left > 8 ? 8 : left);
       const int first_rank = unit.first_rank + 8 * half;
       wait_empty();
-      copy_b(tile, block, unit, first_rank, ranks);
-      copy_v(tile, unit, first_rank, ranks, index);
+      copy_b(item, unit, first_rank, ranks);
+      copy_v(item.tile, unit, first_rank, ranks, index);
       if (thread_ == 0) ptx::mbarrier_arrive(full());
       ptx::cp_async_arrive(full());
       at_.advance();
@@ -225,23 +222,24 @@ class Producer {
   }
 
   // Copies of 0 bytes read nothing, so that their source may lie anywhere.
-  __device__ __forceinline__ void copy_b(const TokenTile& tile, int block, const LoraUnit& unit,
-                                         int first_rank, int ranks) const {
+  __device__ __forceinline__ void copy_b(const GemmItem& item, const LoraUnit& unit, int first_rank,
+                                         int ranks) const {
     const uint32_t dst = weights() + place();
-    int column = block * kWeightRows + row_;  // output column of this thread's first row
-    int column_step = 16;                     // and from one of its rows to the next
+    int column = item.block * kWeightRows + row_;  // output column of this thread's first row
+    int column_step = 16;                          // and from one of its rows to the next
     int64_t b_row = column;
     if constexpr (kGateUp) {
       // Weight rows lie as 8 of the first half, 8 of the second half; B has all gate rows first.
       const bool second = (row_ & 8) != 0;
       const bool up = second != (p_.layout == GateUpLayout::kUpGate);
       if (unit.component != kBothComponents && unit.component != int{up}) ranks = 0;
-      column = block * (kWeightRows / 2) + (row_ & 7);
+      column = item.block * (kWeightRows / 2) + (row_ & 7);
       column_step = 8;
       b_row = column + (up ? p_.out_columns : 0);
     }
     const char* src = static_cast<const char*>(p_.b_ptr) + unit.slot * p_.b_slot_bytes +
-                      tile.expert * p_.b_expert_bytes + b_row * p_.b_row_bytes + first_rank * 2;
+                      item.tile.expert * p_.b_expert_bytes + b_row * p_.b_row_bytes +
+                      first_rank * 2;
     const int64_t src_step = column_step * p_.b_row_bytes;
 #pragma unroll
     for (int i = 0; i < kWeightRows / 16; ++i) {
@@ -266,6 +264,7 @@ class Producer {
   const PrefillGemmMaps& maps_;
   const PrefillGemmParams& p_;
   const uint32_t base_;
+  const ItemQueue& queue_;
   int32_t* const token_index_;
   const int thread_, row_, chunk_;
   RingPosition<Tile::kStages> at_{1};

@@ -108,7 +108,10 @@ __global__ void __launch_bounds__(kTilesThreads) prefill_tiles_kernel(const Pref
   ptx::wait_for_previous_kernel();
   const int32_t tile_idx = blockIdx.x;
   const int32_t num_tiles = choose_tile(p, tile_idx, &choice);
-  if (tile_idx == 0 && threadIdx.x == 0) *p.num_tiles = num_tiles;
+  if (tile_idx == 0 && threadIdx.x == 0) {
+    *p.num_tiles = num_tiles;
+    p.next_items[0] = p.next_items[1] = 0;
+  }
   if (tile_idx >= num_tiles) return;
   __syncthreads();
 
@@ -145,9 +148,10 @@ __global__ void __launch_bounds__(kTilesThreads) prefill_tiles_kernel(const Pref
       down = gate_up;
       gate_up.rank = p.slots.rank(gate_up.slot, LoraPart::kGateUp, p.gate_up_rank);
       down.rank = p.slots.rank(down.slot, LoraPart::kDown, p.down_rank);
-      const float* scaling = p.scaling_ptr + 3 * gate_up.slot;
+      const float* scaling = p.scaling_ptr;
+      const int32_t at = 3 * gate_up.slot;
       one_step_for_both =
-          p.gate_up_shares_a && (p.scaling_ptr == nullptr || scaling[0] == scaling[1]);
+          p.gate_up_shares_a && (scaling == nullptr || scaling[at] == scaling[at + 1]);
     }
     LoraUnit* gate_up_units = p.gate_up_units + int64_t{tile_idx} * p.gate_up_units_capacity;
     LoraUnit* down_units = p.down_units + int64_t{tile_idx} * p.down_units_capacity;

@@ -15,10 +15,11 @@ inline dim3 blocks_for(int64_t items, int64_t items_per_block) {
   return dim3(static_cast<unsigned>(blocks));
 }
 
-// Dynamic shared memory above 48 KiB has to be allowed kernel by kernel.
+// More than 48 KiB of shared memory, static included, has to be allowed kernel by kernel.
 template <class... KernelArgs>
 void allow_shared_bytes(const char* name, void (*kernel)(KernelArgs...), size_t bytes) {
-  if (bytes <= 48 * 1024) return;
+  constexpr size_t kStaticAtMost = 8 * 1024;
+  if (bytes <= 48 * 1024 - kStaticAtMost) return;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(bytes)),
              name);

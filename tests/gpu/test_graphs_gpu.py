@@ -160,7 +160,7 @@ def test_compiled_forward_has_no_graph_break(device):
     for tokens in (2, 5, 8):
         part = static.layer.tokens(slice(tokens))
         arguments = (part.hidden_states, part.topk_weights, part.topk_ids, static.adapter_ids[:tokens])
-        with torch.inference_mode():
+        with torch.no_grad():
             got = compiled(*arguments)
         expected = moe_lora_reference(*part.arguments, lora=static.lora, adapter_ids=static.adapter_ids[:tokens])
         assert not len(bad_rows(got, expected))

@@ -70,7 +70,7 @@ def test_memory_freed_after_the_call_is_not_read_by_the_side_stream(device, mode
             inputs = static.layer.with_(hidden_states=static.layer.hidden_states.clone())
             with torch.cuda.stream(side_of_current()):
                 torch.cuda._sleep(SLEEP_CYCLES // 20)
-            with torch.inference_mode():
+            with torch.no_grad():
                 out = moelora.fused_moe_lora(
                     *inputs.arguments, lora=static.lora, adapter_ids=static.adapter_ids, stream_mode=mode
                 )
@@ -123,7 +123,7 @@ def test_lora_ready_event_is_waited_for(device):
         torch.cuda._sleep(10 * SLEEP_CYCLES)
         arrives.copy_(delta)
         event.record()
-    with torch.inference_mode():
+    with torch.no_grad():
         out = moelora.fused_moe_lora(*inputs.arguments, gate_up_lora_delta=arrives, lora_ready_event=event)
     expected = moe_lora_reference(*inputs.arguments, gate_up_lora_delta=delta)
     assert not len(bad_rows(out, expected))
@@ -133,7 +133,7 @@ def test_down_gemm_done_event_is_recorded_before_finalize(device):
     """A fresh event is accepted, and whoever waits for it sees the down rows."""
     static = StaticLayer(16)
     event, other = torch.cuda.Event(), torch.cuda.Stream()
-    with torch.inference_mode():
+    with torch.no_grad():
         down, _, rows, lora_input = moelora.fused_moe_lora(
             *static.layer.arguments, down_gemm_done_event=event, do_finalize=False
         )

@@ -68,27 +68,31 @@ def _finalize(down, topk_weights, expanded_to_permuted, down_lora_delta, top_k, 
 
 
 def _fused_moe_lora(
-    hidden_states, w13, w2, topk_weights, topk_ids, *, gate_up_a=None, down_a=None, gate_up_lora_delta=None,
-    do_finalize=True, **_,
+    hidden_states, w13, w2, topk_weights, topk_ids, *optional, do_finalize=True, gate_up_a=None, down_a=None,
+    gate_up_lora_delta=None, **_,
 ):  # fmt: skip
-    (tokens, top_k), (local_experts, _, hidden) = topk_ids.shape, w13.shape
-    nothing = (0,)
-    unfinished = [nothing, nothing, nothing]
+    tokens, top_k = topk_ids.shape
+    hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
+    down_output = expanded_to_permuted = lora_input = (0,)
     if not do_finalize:
-        has_lora_input = any(given is not None for given in (gate_up_a, down_a, gate_up_lora_delta))
-        unfinished = [
-            (max_padded_rows(tokens * top_k, local_experts), hidden),
-            (tokens * top_k,),
-            (tokens, top_k, w2.shape[2]) if has_lora_input else nothing,
-        ]
-    down_output, expanded_to_permuted, lora_input = unfinished
+        down_output = (max_padded_rows(tokens * top_k, w13.shape[0]), hidden)
+        expanded_to_permuted = (tokens * top_k,)
+        # The optional tensors of the op that bring adapters come by position from the dispatcher.
+        given = {index: value for index, value in enumerate(optional, start=5) if isinstance(value, Tensor)}
+        adapters = [given.get(_ARGUMENT[name]) for name in ("gate_up_a", "down_a", "gate_up_lora_delta")]
+        if any(tensor is not None for tensor in (*adapters, gate_up_a, down_a, gate_up_lora_delta)):
+            lora_input = (tokens, top_k, inner)
     return (
-        hidden_states.new_empty((tokens, hidden) if do_finalize else nothing),
+        hidden_states.new_empty((tokens, hidden) if do_finalize else (0,)),
         hidden_states.new_empty(down_output),
         hidden_states.new_empty(expanded_to_permuted, dtype=torch.int32),
         hidden_states.new_empty(lora_input),
     )
 
+
+_ARGUMENT = {
+    argument.name: index for index, argument in enumerate(torch.ops.moelora.fused_moe_lora.default._schema.arguments)
+}
 
 _SHAPES = {
     "routing": _routing,
@@ -110,10 +114,32 @@ def _writes_only(*_, **__) -> None:
     return None
 
 
+def _on_one_device(op: torch._ops.OpOverload, shape_function: Callable) -> Callable:
+    """The shape function, refusing mixed devices.
+
+    One "meta" tensor among real ones sends a call here, and nothing would be computed.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    def checked(*args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        first_name, first = next(iter(tensors.items()))
+        for name, tensor in tensors.items():
+            if tensor.device != first.device:
+                raise RuntimeError(
+                    f"{VALUE_ERROR}{name}: expected the device of {first_name} ({first.device}), got {tensor.device}"
+                )
+        return shape_function(*args, **kwargs)
+
+    return checked
+
+
 def _without_autograd(op: torch._ops.OpOverload) -> Callable:
     """The op's Autograd kernel: refuses what `require_inference` refuses, then goes on below autograd.
 
-    Ops raise RuntimeErrors, as the compiled code does. Not `torch.library.register_autograd`, which takes no op with keyword-only tensors.
+    Ops raise RuntimeErrors, as the compiled code does. Not `torch.library.register_autograd`, which takes no op with
+    keyword-only tensors.
     """
     names = [argument.name for argument in op._schema.arguments]
 
@@ -132,7 +158,7 @@ def _without_autograd(op: torch._ops.OpOverload) -> Callable:
 def register() -> None:
     """Registers the shape functions and the refusal to differentiate, for every op of the loaded library."""
     for name, shape_function in _SHAPES.items():
-        torch.library.register_fake(f"moelora::{name}", shape_function)
-        torch.library.register_fake(f"moelora::{name}.out", _writes_only)
-        op = getattr(torch.ops.moelora, name).default
-        _AUTOGRAD.impl(name, _without_autograd(op), "Autograd", with_keyset=True)
+        packet = getattr(torch.ops.moelora, name)
+        torch.library.register_fake(f"moelora::{name}", _on_one_device(packet.default, shape_function))
+        torch.library.register_fake(f"moelora::{name}.out", _on_one_device(packet.out, _writes_only))
+        _AUTOGRAD.impl(name, _without_autograd(packet.default), "Autograd", with_keyset=True)

@@ -16,6 +16,10 @@ Unfinished = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 # The op's path codes: 0 takes a fused path where there is one, 1 is the decomposed pipeline, on two streams where it is
 # given a side stream.
 _PATHS = {"auto": 0, "single": 1, "two": 1}
+# What the op gets where there is no lora: its stacks, scaling and ranks; its sizes; the stream and event handles.
+_NO_LORA = (None,) * 6
+_NO_LORA_SIZES = (0, 0, 1, False, 0)
+_NO_STREAMS = (0,) * 5
 
 
 def fused_moe_lora(
@@ -102,87 +106,69 @@ def fused_moe_lora(
     require_tensor(w13, "w13", 3)
     require_tensor(w2, "w2", 3)
     require_tensor(topk_ids, "topk_ids", 2)
-    path = choice(stream_mode, _PATHS, "stream_mode")
     if lora is not None and not isinstance(lora, MoELoRA):
         raise TypeError(f"lora: expected a MoELoRA or None, got {type(lora).__name__}")
-    require_inference(
-        hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids,
-        adapter_ids=adapter_ids, w13_bias=w13_bias, w2_bias=w2_bias, gate_up_lora_delta=gate_up_lora_delta,
-        down_lora_delta=down_lora_delta, out=out, **({} if lora is None else _stacks(lora)),
-    )  # fmt: skip
+    if torch.is_grad_enabled():
+        stacks = {} if lora is None else lora.stacks()
+        require_inference(
+            hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias,
+            w2_bias=w2_bias, gate_up_lora_delta=gate_up_lora_delta, down_lora_delta=down_lora_delta, **stacks,
+        )  # fmt: skip
+    if out is not None and not do_finalize:
+        raise ValueError("out: has no use with do_finalize=False")
     local_experts = w13.shape[0]
     num_experts = local_experts if num_experts is None else num_experts
-    arguments: dict[str, Any] = {
-        "num_experts": num_experts,
-        "expert_offset": expert_offset,
-        "w13_bias": w13_bias,
-        "w2_bias": w2_bias,
-        "activation": choice(activation, ACTIVATIONS, "activation"),
-        "activation_alpha": activation_alpha,
-        "activation_limit": activation_limit,
-        "gate_up_layout": choice(gate_up_layout, GATE_UP_LAYOUTS, "gate_up_layout"),
-        "weight_on_input": apply_router_weight_on_input,
-        "routed_scaling_factor": routed_scaling_factor,
-        "gate_up_lora_delta": gate_up_lora_delta,
-        "down_lora_delta": down_lora_delta,
-        "down_lora_delta_is_weighted": down_lora_delta_is_weighted,
-        "path": path,
-    }
-    if lora is not None:
-        arguments |= _lora_arguments(lora, adapter_ids)
     if _checks.CHECK_DATA:
         _checks.expert_ids(topk_ids, topk_weights, num_experts)
         if lora is not None and adapter_ids is not None:
             _checks.slots(adapter_ids, lora.num_slots)
-    if out is not None and not do_finalize:
-        raise ValueError("out: has no use with do_finalize=False")
-    has_lora_input = lora is not None or gate_up_lora_delta is not None
-
-    if torch.compiler.is_compiling() and out is None:
-        # The functional op allocates inside, so that a graph holds for every T.
-        out, *unfinished = torch.ops.moelora.fused_moe_lora(
-            hidden_states, w13, w2, topk_weights, topk_ids, do_finalize=do_finalize, **arguments
-        )
-        if do_finalize:
-            return out
-        down_output, expanded_to_permuted, lora_input = unfinished
-        return down_output, topk_weights, expanded_to_permuted, lora_input if has_lora_input else None
+    # Positional, in the schema's order: an eager decode call is bound by the host, and names cost more than values.
+    arguments = (
+        hidden_states, w13, w2, topk_weights, topk_ids, num_experts, expert_offset,
+        choice(activation, ACTIVATIONS, "activation"), activation_alpha, activation_limit,
+        choice(gate_up_layout, GATE_UP_LAYOUTS, "gate_up_layout"), apply_router_weight_on_input,
+        routed_scaling_factor, choice(stream_mode, _PATHS, "stream_mode"),
+        *(_NO_LORA if lora is None else lora.op_arguments()), None if lora is None else adapter_ids,
+        w13_bias, w2_bias, gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted,
+    )  # fmt: skip
+    if do_finalize and out is None and torch.compiler.is_compiling():
+        # The functional op allocates inside, so that one graph holds for every T.
+        return torch.ops.moelora.fused_moe_lora(*arguments)[0]
+    if not do_finalize:
+        has_lora_input = lora is not None or gate_up_lora_delta is not None
+        if torch.compiler.is_compiling():
+            _, down_output, rows, lora_input = torch.ops.moelora.fused_moe_lora(*arguments, do_finalize=False)
+            return down_output, topk_weights, rows, lora_input if has_lora_input else None
 
     tokens, top_k = topk_ids.shape
     hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
-    unfinished = {}
-    if not do_finalize:
-        unfinished = {
-            "down_output": hidden_states.new_empty((max_padded_rows(tokens * top_k, local_experts), hidden)),
-            "expanded_to_permuted": topk_ids.new_empty((tokens * top_k,), dtype=torch.int32),
-            "activation_lora_input": hidden_states.new_empty((tokens, top_k, inner)) if has_lora_input else None,
-        }
-    elif out is None:
-        out = hidden_states.new_empty((tokens, hidden))
+    cuda = hidden_states.is_cuda
     workspace_bytes = call(
         _workspace_bytes, tokens, top_k, num_experts, local_experts, hidden, inner,
-        hidden_states.dtype == torch.float32, *_lora_sizes(lora), hidden_states.is_cuda,
+        hidden_states.dtype == torch.float32, *(_NO_LORA_SIZES if lora is None else lora.op_sizes), cuda,
     )  # fmt: skip
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
-    if hidden_states.is_cuda and lora is not None and _wants_side_stream(stream_mode, tokens):
-        side = _streams.side_stream(hidden_states.device)
-        arguments["side_stream"] = side.stream
-        arguments["fork_event"] = side.fork_event
-        arguments["join_event"] = side.join_event
-    call(
-        torch.ops.moelora.fused_moe_lora.out, hidden_states, w13, w2, topk_weights, topk_ids, **arguments,
-        lora_ready_event=_handle(lora_ready_event, "lora_ready_event"),
-        down_gemm_done_event=_handle(down_gemm_done_event, "down_gemm_done_event"),
-        out=out, **unfinished, workspace=workspace,
-    )  # fmt: skip
+    streams = _NO_STREAMS
+    if cuda and (lora is not None or lora_ready_event is not None or down_gemm_done_event is not None):
+        streams = (
+            *_side_handles(hidden_states.device, stream_mode, lora, tokens),
+            _event_handle(lora_ready_event, "lora_ready_event"),
+            _event_handle(down_gemm_done_event, "down_gemm_done_event"),
+        )
+    layer_op = torch.ops.moelora.fused_moe_lora.out
     if do_finalize:
+        if out is None:
+            out = hidden_states.new_empty((tokens, hidden))
+        call(layer_op, *arguments, *streams, out=out, workspace=workspace)
         return out
-    return (
-        unfinished["down_output"],
-        topk_weights,
-        unfinished["expanded_to_permuted"],
-        unfinished["activation_lora_input"],
-    )
+    down_output = hidden_states.new_empty((max_padded_rows(tokens * top_k, local_experts), hidden))
+    rows = topk_ids.new_empty((tokens * top_k,), dtype=torch.int32)
+    lora_input = hidden_states.new_empty((tokens, top_k, inner)) if has_lora_input else None
+    call(
+        layer_op, *arguments, *streams, down_output=down_output, expanded_to_permuted=rows,
+        activation_lora_input=lora_input, workspace=workspace,
+    )  # fmt: skip
+    return down_output, topk_weights, rows, lora_input
 
 
 def fused_moe_lora_single_stream(*args: Any, **kwargs: Any) -> Tensor | Unfinished:
@@ -199,38 +185,14 @@ def fused_moe_lora_two_stream(*args: Any, **kwargs: Any) -> Tensor | Unfinished:
     return fused_moe_lora(*args, **kwargs, stream_mode="two")
 
 
-def _wants_side_stream(stream_mode: str, tokens: int) -> bool:
-    if stream_mode == "auto":
-        return tokens <= _streams.two_stream_max_tokens()
-    return stream_mode == "two"
-
-
-def _stacks(lora: MoELoRA) -> dict[str, Tensor | None]:
-    return {
-        "gate_up_a": lora.gate_up_a,
-        "gate_up_b": lora.gate_up_b,
-        "down_a": lora.down_a,
-        "down_b": lora.down_b,
-    }
-
-
-def _lora_arguments(lora: MoELoRA, adapter_ids: Tensor | None) -> dict[str, Any]:
-    return {
-        **_stacks(lora),
-        # [L] given as one scale for all three is a view of stride 0; the kernels read [L, 3] contiguous.
-        "scaling": lora.scaling.contiguous(),
-        "ranks": lora.ranks,
-        "adapter_ids": adapter_ids,
-    }
-
-
-def _lora_sizes(lora: MoELoRA | None) -> tuple[int, int, int, bool, int]:
-    """num_slots, gate_up_rank, gate_up_components, gate_up_a_shared_outer, down_rank; 0 for what is not there."""
-    if lora is None:
-        return 0, 0, 1, False, 0
-    a, b = lora.gate_up_a, lora.gate_up_b
-    gate_up = (0, 1, False) if a is None else (b.shape[3], a.shape[2] // b.shape[3], a.shape[1] == 1)
-    return lora.num_slots, *gate_up, 0 if lora.down_b is None else lora.down_b.shape[3]
+def _side_handles(
+    device: torch.device, stream_mode: str, lora: MoELoRA | None, tokens: int
+) -> tuple[int, int, int]:
+    two = stream_mode == "two" or (stream_mode == "auto" and tokens <= _streams.two_stream_max_tokens())
+    if lora is None or not two:
+        return 0, 0, 0
+    side = _streams.side_stream(device)
+    return side.stream, side.fork_event, side.join_event
 
 
 @cache
@@ -238,7 +200,7 @@ def _workspace_bytes(*sizes: int) -> int:
     return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
 
 
-def _handle(event: torch.cuda.Event | None, name: str) -> int:
+def _event_handle(event: torch.cuda.Event | None, name: str) -> int:
     """The raw event; one that was never recorded has none yet, so it is recorded once to make it."""
     if event is None:
         return 0

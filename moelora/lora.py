@@ -84,6 +84,22 @@ class MoELoRA:
         self._check_shapes()
         self.scaling: Tensor = self._checked_scaling(scaling)
         self.ranks: Tensor | None = self._checked_ranks(ranks)
+        # What the op wants to know of sizes; asked for in every call, so worked out once.
+        gate_up = (0, 1, False)
+        if gate_up_b is not None:
+            gate_up = (gate_up_b.shape[3], gate_up_a.shape[2] // gate_up_b.shape[3], gate_up_a.shape[1] == 1)
+        self.op_sizes: tuple[int, int, int, bool, int] = (self.num_slots, *gate_up, self.down_rank or 0)
+
+    def stacks(self) -> dict[str, Tensor]:
+        """The adapter tensors there are, by name."""
+        names = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def op_arguments(self) -> tuple[Tensor | None, ...]:
+        """Stacks, scaling [L, 3] contiguous and ranks, in the order of the fused_moe_lora op."""
+        # [L] given as one scale for all three is a view of stride 0.
+        scaling = self.scaling if self.scaling.is_contiguous() else self.scaling.contiguous()
+        return self.gate_up_a, self.gate_up_b, self.down_a, self.down_b, scaling, self.ranks
 
     @property
     def gate_up_rank(self) -> int | None:

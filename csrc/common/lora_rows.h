@@ -27,11 +27,12 @@ MOELORA_HOST_DEVICE MatrixIndex matrix_of_token(const Params& params, int64_t to
 // The matrix of pair t*K + k: none where the expert is not held here.
 template <class Params>
 MOELORA_HOST_DEVICE MatrixIndex matrix_of_pair(const Params& params, int64_t pair) {
-  // Unsigned, so that one comparison refuses ids below the offset and every negative id.
-  const uint32_t expert =
-      static_cast<uint32_t>(params.ids(pair)) - static_cast<uint32_t>(params.expert_offset);
-  if (expert >= static_cast<uint32_t>(params.num_local_experts)) return {-1, 0, 0};
+  // Both reads first, so that neither waits for the other.
+  const int32_t id = params.ids(pair);
   MatrixIndex index = matrix_of_token(params, pair / params.top_k);
+  // Unsigned, so that one comparison refuses ids below the offset and every negative id.
+  const uint32_t expert = static_cast<uint32_t>(id) - static_cast<uint32_t>(params.expert_offset);
+  if (expert >= static_cast<uint32_t>(params.num_local_experts)) return {-1, 0, 0};
   index.expert = params.shared_outer ? 0 : static_cast<int32_t>(expert);
   return index;
 }

@@ -14,29 +14,16 @@ const char* device_name(const Tensor& tensor) {
   return tensor.is_cpu() ? "cpu" : tensor.is_cuda() ? "cuda" : "another device";
 }
 
-// First byte and one past the last byte that `tensor` can touch.
-std::pair<uintptr_t, uintptr_t> byte_range(const Tensor& tensor) {
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.size(d) == 0) return {begin, begin};
-    last += (tensor.size(d) - 1) * tensor.stride(d);
-  }
-  return {begin, begin + static_cast<uintptr_t>((last + 1) * tensor.element_size())};
-}
-
 bool is_integer(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Int || tensor.scalar_type() == ScalarType::Long;
 }
 
 }  // namespace
 
-std::string shape_string(const Tensor& tensor) {
-  std::ostringstream text;
-  text << "[";
-  for (int64_t d = 0; d < tensor.dim(); ++d) text << (d ? ", " : "") << tensor.size(d);
-  text << "]";
-  return text.str();
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape) {
+  out << "[";
+  for (int64_t d = 0; d < shape.tensor.dim(); ++d) out << (d ? ", " : "") << shape.tensor.size(d);
+  return out << "]";
 }
 
 const char* dtype_name(ScalarType dtype) {
@@ -167,12 +154,26 @@ const int32_t* int32_map(const Tensor& map, const char* name, int64_t size, cons
   return static_cast<const int32_t*>(map.const_data_ptr());
 }
 
+ByteRange::ByteRange(const Tensor& tensor)
+    : begin_(reinterpret_cast<uintptr_t>(tensor.const_data_ptr())), end_(begin_) {
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) == 0) return;
+    last += (tensor.size(d) - 1) * tensor.stride(d);
+  }
+  end_ = begin_ + static_cast<uintptr_t>((last + 1) * tensor.element_size());
+}
+
+void ByteRange::check_apart(const char* name, const Tensor& input, const char* input_name) const {
+  // Most inputs lie behind, which the address alone settles.
+  if (reinterpret_cast<uintptr_t>(input.const_data_ptr()) >= end_) return;
+  check_value(ByteRange(input).end_ <= begin_ || begin_ == end_, name,
+              ": may not overlap the bytes of ", input_name);
+}
+
 void check_no_overlap(const Tensor& out, const char* out_name, const Tensor& input,
                       const char* input_name) {
-  const auto [out_begin, out_end] = byte_range(out);
-  const auto [in_begin, in_end] = byte_range(input);
-  check_value(out_end <= in_begin || in_end <= out_begin, out_name,
-              ": may not overlap the bytes of ", input_name);
+  ByteRange(out).check_apart(out_name, input, input_name);
 }
 
 IdMatrix id_matrix(const Tensor& topk_ids, const char* name, const Tensor& like) {

@@ -23,7 +23,13 @@ using torch::stable::Tensor;
 using ScalarType = torch::headeronly::ScalarType;
 using OptionalTensor = std::optional<Tensor>;
 
-std::string shape_string(const Tensor& tensor);
+// A tensor's shape for messages; text is made only when a check has failed.
+struct ShapeText {
+  const Tensor& tensor;
+};
+std::ostream& operator<<(std::ostream& out, const ShapeText& shape);
+inline ShapeText shape_string(const Tensor& tensor) { return {tensor}; }
+
 const char* dtype_name(ScalarType dtype);
 
 // float32 / float16 / bfloat16 of `tensor`; check_type otherwise. float32 only on CPU.
@@ -37,8 +43,8 @@ void check_same_device(const Tensor& tensor, const char* name, const Tensor& ref
                        const char* reference_name);
 void check_last_dim_contiguous(const Tensor& tensor, const char* name);
 void check_contiguous(const Tensor& tensor, const char* name);
-// 16-byte aligned base pointer (8 on CPU), and outer strides that are multiples of 8 elements (dims of size 1
-// do not count).
+// 16-byte aligned base pointer (8 on CPU), and outer strides that are multiples of 8 elements (dims
+// of size 1 do not count).
 void check_aligned(const Tensor& tensor, const char* name);
 // An output buffer: contiguous, of this shape, dtype and device, not requiring more than `like`'s
 // device.
@@ -46,6 +52,17 @@ void check_out(const Tensor& out, const char* name, std::initializer_list<int64_
                ScalarType dtype, const Tensor& like);
 // An int32 map made by moe_sort: contiguous, 1-D, same device.
 const int32_t* int32_map(const Tensor& map, const char* name, int64_t size, const Tensor& like);
+// The bytes from the first to the last element that a tensor can touch.
+class ByteRange {
+ public:
+  explicit ByteRange(const Tensor& tensor);
+  // Raises where the range, of the output `name`, overlaps that of `input`.
+  void check_apart(const char* name, const Tensor& input, const char* input_name) const;
+
+ private:
+  uintptr_t begin_, end_;
+};
+
 // Raises where the bytes of `out` overlap those of `input`.
 void check_no_overlap(const Tensor& out, const char* out_name, const Tensor& input,
                       const char* input_name);

@@ -13,15 +13,13 @@ struct LayerArguments {
   const Tensor &hidden_states, &w13, &w2;
   const OptionalTensor& topk_weights;
   const Tensor& topk_ids;
-  const OptionalTensor &gate_up_a, &gate_up_b, &down_a, &down_b, &scaling, &ranks, &adapter_ids;
-  int64_t num_experts, expert_offset;
-  const OptionalTensor &w13_bias, &w2_bias;
-  int64_t activation;
+  int64_t num_experts, expert_offset, activation;
   double activation_alpha, activation_limit;
   int64_t gate_up_layout;
   bool weight_on_input;
   double routed_scaling_factor;
-  const OptionalTensor &gate_up_lora_delta, &down_lora_delta;
+  const OptionalTensor &gate_up_a, &gate_up_b, &down_a, &down_b, &scaling, &ranks, &adapter_ids;
+  const OptionalTensor &w13_bias, &w2_bias, &gate_up_lora_delta, &down_lora_delta;
   bool down_lora_delta_is_weighted;
 };
 
@@ -190,25 +188,27 @@ void set_out(LayerParams& layer, const LayerArguments& args, const Tensor& out) 
   check_same_device(out, "out", x, "hidden_states");
   check_last_dim_contiguous(out, "out");
   check_aligned(out, "out");
-  const auto apart = [&out](const OptionalTensor& input, const char* name) {
-    if (input.has_value()) check_no_overlap(out, "out", *input, name);
-  };
-  apart(x, "hidden_states");
-  apart(args.w13, "w13");
-  apart(args.w2, "w2");
-  apart(args.topk_ids, "topk_ids");
-  apart(args.topk_weights, "topk_weights");
-  apart(args.w13_bias, "w13_bias");
-  apart(args.w2_bias, "w2_bias");
-  apart(args.gate_up_a, "gate_up_a");
-  apart(args.gate_up_b, "gate_up_b");
-  apart(args.down_a, "down_a");
-  apart(args.down_b, "down_b");
-  apart(args.scaling, "scaling");
-  apart(args.ranks, "ranks");
-  apart(args.adapter_ids, "adapter_ids");
-  apart(args.gate_up_lora_delta, "gate_up_lora_delta");
-  apart(args.down_lora_delta, "down_lora_delta");
+  const std::pair<const OptionalTensor&, const char*> optional_inputs[] = {
+      {args.topk_weights, "topk_weights"},
+      {args.gate_up_a, "gate_up_a"},
+      {args.gate_up_b, "gate_up_b"},
+      {args.down_a, "down_a"},
+      {args.down_b, "down_b"},
+      {args.scaling, "scaling"},
+      {args.ranks, "ranks"},
+      {args.adapter_ids, "adapter_ids"},
+      {args.w13_bias, "w13_bias"},
+      {args.w2_bias, "w2_bias"},
+      {args.gate_up_lora_delta, "gate_up_lora_delta"},
+      {args.down_lora_delta, "down_lora_delta"}};
+  const ByteRange bytes(out);
+  bytes.check_apart("out", x, "hidden_states");
+  bytes.check_apart("out", args.w13, "w13");
+  bytes.check_apart("out", args.w2, "w2");
+  bytes.check_apart("out", args.topk_ids, "topk_ids");
+  for (const auto& [input, name] : optional_inputs) {
+    if (input.has_value()) bytes.check_apart("out", *input, name);
+  }
   layer.out_ptr = out.mutable_data_ptr();
   layer.out_stride = out.stride(0);
 }
@@ -278,16 +278,16 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
 
 void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
                         const OptionalTensor& topk_weights, const Tensor& topk_ids,
+                        int64_t num_experts, int64_t expert_offset, int64_t activation,
+                        double activation_alpha, double activation_limit, int64_t gate_up_layout,
+                        bool weight_on_input, double routed_scaling_factor, int64_t path,
                         const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b,
                         const OptionalTensor& down_a, const OptionalTensor& down_b,
                         const OptionalTensor& scaling, const OptionalTensor& ranks,
-                        const OptionalTensor& adapter_ids, int64_t num_experts,
-                        int64_t expert_offset, const OptionalTensor& w13_bias,
-                        const OptionalTensor& w2_bias, int64_t activation, double activation_alpha,
-                        double activation_limit, int64_t gate_up_layout, bool weight_on_input,
-                        double routed_scaling_factor, const OptionalTensor& gate_up_lora_delta,
+                        const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
+                        const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
                         const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
-                        int64_t path, int64_t side_stream, int64_t fork_event, int64_t join_event,
+                        int64_t side_stream, int64_t fork_event, int64_t join_event,
                         int64_t lora_ready_event, int64_t down_gemm_done_event,
                         const OptionalTensor& out, const OptionalTensor& down_output,
                         const OptionalTensor& expanded_to_permuted,
@@ -297,6 +297,14 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
                             w2,
                             topk_weights,
                             topk_ids,
+                            num_experts,
+                            expert_offset,
+                            activation,
+                            activation_alpha,
+                            activation_limit,
+                            gate_up_layout,
+                            weight_on_input,
+                            routed_scaling_factor,
                             gate_up_a,
                             gate_up_b,
                             down_a,
@@ -304,16 +312,8 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
                             scaling,
                             ranks,
                             adapter_ids,
-                            num_experts,
-                            expert_offset,
                             w13_bias,
                             w2_bias,
-                            activation,
-                            activation_alpha,
-                            activation_limit,
-                            gate_up_layout,
-                            weight_on_input,
-                            routed_scaling_factor,
                             gate_up_lora_delta,
                             down_lora_delta,
                             down_lora_delta_is_weighted};
@@ -335,20 +335,27 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
     const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
-    const OptionalTensor& topk_weights, const Tensor& topk_ids, const OptionalTensor& gate_up_a,
-    const OptionalTensor& gate_up_b, const OptionalTensor& down_a, const OptionalTensor& down_b,
-    const OptionalTensor& scaling, const OptionalTensor& ranks, const OptionalTensor& adapter_ids,
-    int64_t num_experts, int64_t expert_offset, const OptionalTensor& w13_bias,
-    const OptionalTensor& w2_bias, int64_t activation, double activation_alpha,
-    double activation_limit, int64_t gate_up_layout, bool weight_on_input,
-    double routed_scaling_factor, const OptionalTensor& gate_up_lora_delta,
-    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted, bool do_finalize,
-    int64_t path) {
+    const OptionalTensor& topk_weights, const Tensor& topk_ids, int64_t num_experts,
+    int64_t expert_offset, int64_t activation, double activation_alpha, double activation_limit,
+    int64_t gate_up_layout, bool weight_on_input, double routed_scaling_factor, int64_t path,
+    const OptionalTensor& gate_up_a, const OptionalTensor& gate_up_b, const OptionalTensor& down_a,
+    const OptionalTensor& down_b, const OptionalTensor& scaling, const OptionalTensor& ranks,
+    const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
+    const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
+    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted, bool do_finalize) {
   const LayerArguments args{hidden_states,
                             w13,
                             w2,
                             topk_weights,
                             topk_ids,
+                            num_experts,
+                            expert_offset,
+                            activation,
+                            activation_alpha,
+                            activation_limit,
+                            gate_up_layout,
+                            weight_on_input,
+                            routed_scaling_factor,
                             gate_up_a,
                             gate_up_b,
                             down_a,
@@ -356,16 +363,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
                             scaling,
                             ranks,
                             adapter_ids,
-                            num_experts,
-                            expert_offset,
                             w13_bias,
                             w2_bias,
-                            activation,
-                            activation_alpha,
-                            activation_limit,
-                            gate_up_layout,
-                            weight_on_input,
-                            routed_scaling_factor,
                             gate_up_lora_delta,
                             down_lora_delta,
                             down_lora_delta_is_weighted};

@@ -51,7 +51,7 @@ def check(layer, lora=None, adapter_ids=None, **options):
 
 def stream_modes(device):
     """ "auto" last. On CPU all modes are one path."""
-    return ["single", "auto"] if torch.device(device).type == "cuda" else ["auto"]
+    return ["single", "two", "auto"] if torch.device(device).type == "cuda" else ["auto"]
 
 
 def make(tokens, device, dtype, shape=SMALL, *, slots=3, rank=8, seed=0, **lora_options):

@@ -51,6 +51,7 @@ def test_named_files_exist(document):
 def test_named_python_attributes_exist():
     """`moelora.x` and `moelora.ops.x` in the documents are there."""
     import moelora
+    import moelora.pool
     import moelora.reference
     import moelora.weights
 

@@ -2,8 +2,8 @@
 
     python examples/ops_directly.py [--device cuda]
 
-For those who want to put a step of their own between two ops: each op is usable by itself, and the
-composition gives the bits of `fused_moe_lora_single_stream`. docs/ops.md explains every op.
+For those who want to put a step of their own between two ops: each is usable by itself, and on a GPU
+the composition gives the bits of `fused_moe_lora_single_stream`. docs/ops.md explains every op.
 """
 
 import argparse
@@ -111,12 +111,13 @@ def main(argv: list[str] | None = None) -> int:
     plain = moe_lora_reference(*layer)
 
     error = relative_error(by_hand, reference)
+    same_bits = torch.equal(by_hand, one_call)
     print(f"{device}, {dtype}; relative Frobenius norms:")
     print(f"  composed ops against the float64 reference  {error:.1e}")
     print(f"  fused_moe_lora against the same             {relative_error(one_call, reference):.1e}")
     print(f"  what the adapters change                    {relative_error(plain, reference):.1e}")
-    print(f"  composed ops and fused_moe_lora bit-equal   {torch.equal(by_hand, one_call)}")
-    return 0 if error < tolerance and torch.equal(by_hand, one_call) else 1
+    print(f"  composed ops and fused_moe_lora bit-equal   {same_bits}")
+    return 0 if error < tolerance and (same_bits or device == "cpu") else 1
 
 
 if __name__ == "__main__":

@@ -570,20 +570,22 @@ def test_other_blocks_where_they_are_allowed(device, dtype):
     assert whole.layers[0].ranks[1].tolist() == [0, 0]
 
 
-def test_a_write_that_fails_midway_leaves_an_empty_slot(device, dtype, monkeypatch):
-    """Such as an interrupt. The old adapter of the slot is gone, but no half of the new one is there."""
+@pytest.mark.parametrize("step", ["place", "ranks"])
+def test_a_write_that_fails_midway_leaves_an_empty_slot(device, dtype, monkeypatch, step):
+    """Such as an interrupt. The old adapter of the slot is gone, but nothing of the new one is there."""
     pool, layer = make_pool(device, dtype, num_slots=1), make_layer(device, dtype)
     pool.load("a", make_adapter(1, dtype))
-    place, placed = pool_storage.place, []
+    owner, method = {"place": (pool_storage, "place"), "ranks": (pool_storage._SlotTable, "set")}[step]
+    original, calls = getattr(owner, method), []
 
-    def interrupted(adapter, slot):
-        if placed:
+    def interrupted(*args):
+        original(*args)
+        calls.append(args)
+        if len(calls) == 2:
             raise KeyboardInterrupt
-        placed.append(slot)
-        place(adapter, slot)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool_storage, "place", interrupted)
+        patch.setattr(owner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             pool.load("b", make_adapter(2, dtype))
     assert pool.loaded() == {}
@@ -726,30 +728,35 @@ def test_threads_that_load_evict_and_compute(device, dtype):
     assert counts["loads"] > 20 and counts["batches"] > 20, counts
 
 
-def test_asking_does_not_wait_for_a_load(device, dtype, monkeypatch):
-    """While a slot is written, the others are used, and the one being written is not there."""
+def test_a_slot_being_written_is_empty_and_the_others_are_in_use(device, dtype, monkeypatch):
+    """Asking for a slot does not wait for a load."""
     pool = make_pool(device, dtype, num_slots=2)
     pool.load("a", make_adapter(1, dtype))
     pool.load("b", make_adapter(1, dtype))
     pool.pin("a")
-    place, in_place, go_on = pool_storage.place, threading.Event(), threading.Event()
+    place, go_on = pool_storage.place, threading.Event()
+    reached = threading.Semaphore(0)
 
     def slow(adapter, slot):
-        in_place.set()
-        assert go_on.wait(60)
         place(adapter, slot)
+        reached.release()
+        assert go_on.wait(60)
 
     monkeypatch.setattr(pool_storage, "place", slow)
     loader = threading.Thread(target=pool.load, args=("c", make_adapter(2, dtype)))
     loader.start()
     try:
-        assert in_place.wait(60)
+        assert reached.acquire(timeout=60)
         assert pool.loaded() == {"a": 0}
         assert pool.adapter_ids(["a", None]).tolist() == [0, -1]
         for name in "bc":
             with pytest.raises(UnknownAdapterError):
                 pool.slot(name)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert all(lora.ranks.tolist() == [[8, 8], [0, 0]] for lora in pool.layers)
     finally:
         go_on.set()
         loader.join()
     assert pool.loaded() == {"a": 0, "c": 1}
+    assert all(lora.ranks.tolist() == [[8, 8], [8, 8]] for lora in pool.layers)

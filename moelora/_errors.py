@@ -38,6 +38,15 @@ def require_tensor(value: Any, name: str, dims: int) -> None:
         raise ValueError(f"{name}: expected {dims} dims, got shape {list(value.shape)}")
 
 
+def require_positive(**sizes: int) -> None:
+    """Checks the sizes that shape arithmetic in Python divides by or allocates with."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name}: expected 1 or more, got {size}")
+
+
 def require_inference(**tensors: torch.Tensor | None) -> None:
     """Refuses inputs that require grad while grad mode is on.
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moelora._errors import call, choice, require_inference, require_tensor
+from moelora._errors import call, choice, require_inference, require_positive, require_tensor
 
 ROUTING_METHODS = {
     "softmax": 0,
@@ -86,6 +86,7 @@ def routing(
         an empty tensor and the packed words [T, K] int32.
     """
     require_tensor(router_logits, "router_logits", 2)
+    require_positive(top_k=top_k)
     require_inference(router_logits=router_logits, correction_bias=correction_bias)
     shape = (router_logits.shape[0], top_k)
     device = router_logits.device
@@ -144,6 +145,7 @@ def moe_sort(
         tile_rows: each expert's rows are padded to a multiple of this.
     """
     require_tensor(topk_ids, "topk_ids", 2)
+    require_positive(num_local_experts=num_local_experts, tile_rows=tile_rows)
     num_pairs = topk_ids.shape[0] * topk_ids.shape[1]
     max_rows = max_padded_rows(num_pairs, num_local_experts, tile_rows)
     device = topk_ids.device
@@ -332,6 +334,7 @@ def activation(
     """
     require_tensor(gate_up, "gate_up", 2)
     require_tensor(expanded_to_permuted, "expanded_to_permuted", 1)
+    require_positive(top_k=top_k)
     require_inference(gate_up=gate_up, gate_up_lora_delta=gate_up_lora_delta)
     inner = gate_up.shape[1] // 2
     z = gate_up.new_empty((gate_up.shape[0], inner))
@@ -366,6 +369,7 @@ def finalize(
     """
     require_tensor(down, "down", 2)
     require_tensor(expanded_to_permuted, "expanded_to_permuted", 1)
+    require_positive(top_k=top_k)
     require_inference(down=down, topk_weights=topk_weights, down_lora_delta=down_lora_delta)
     if out is None:
         out = down.new_empty((expanded_to_permuted.shape[0] // top_k, down.shape[1]))

@@ -140,6 +140,9 @@ def fused_moe_lora(
             _, down_output, rows, lora_input = torch.ops.moelora.fused_moe_lora(*arguments, do_finalize=False)
             return down_output, topk_weights, rows, lora_input if has_lora_input else None
 
+    for name, event in (("lora_ready_event", lora_ready_event), ("down_gemm_done_event", down_gemm_done_event)):
+        if event is not None and not isinstance(event, torch.cuda.Event):
+            raise TypeError(f"{name}: expected a torch.cuda.Event, got {type(event).__name__}")
     tokens, top_k = topk_ids.shape
     hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
     cuda = hidden_states.is_cuda
@@ -152,8 +155,8 @@ def fused_moe_lora(
     if cuda and (lora is not None or lora_ready_event is not None or down_gemm_done_event is not None):
         streams = (
             *_side_handles(hidden_states.device, stream_mode, lora, tokens),
-            _event_handle(lora_ready_event, "lora_ready_event"),
-            _event_handle(down_gemm_done_event, "down_gemm_done_event"),
+            _event_handle(lora_ready_event),
+            _event_handle(down_gemm_done_event),
         )
     layer_op = torch.ops.moelora.fused_moe_lora.out
     if do_finalize:
@@ -200,12 +203,10 @@ def _workspace_bytes(*sizes: int) -> int:
     return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
 
 
-def _event_handle(event: torch.cuda.Event | None, name: str) -> int:
+def _event_handle(event: torch.cuda.Event | None) -> int:
     """The raw event; one that was never recorded has none yet, so it is recorded once to make it."""
     if event is None:
         return 0
-    if not isinstance(event, torch.cuda.Event):
-        raise TypeError(f"{name}: expected a torch.cuda.Event, got {type(event).__name__}")
     if event.cuda_event == 0:
         event.record()
     return event.cuda_event

@@ -84,26 +84,27 @@ class Problem:
             BenchLayer(*weights.base[i], *weights.loras[i], *routing(shape, tokens, 1000 * tokens + i, device))
             for i in range(weights.count)
         ]
+        # Captured graphs write these, so they live as long as the problem; a peer's results are its graph's own.
         self.outs = [torch.empty_like(self.x) for _ in self.layers]
+        self.results = list(self.outs)
 
     def floor_us(self) -> float:
         floors = [floor_us(self.shape, layer.topk_ids, self.adapters, self.adapter_ids) for layer in self.layers]
         return sum(floors) / len(floors)
 
     def run(self, system: str) -> None:
-        """All layers once, each on the same x, into `outs`."""
+        """All layers once, each on the same x."""
         run_layer = SYSTEMS[system]
-        for i, layer in enumerate(self.layers):
-            self.outs[i] = run_layer(self, layer, self.outs[i])
+        self.results = [run_layer(self, layer, out) for layer, out in zip(self.layers, self.outs, strict=True)]
 
     def error(self, layer_index: int = 0) -> float:
-        """The worst row of the last run's `outs[layer_index]` against the float32 oracle."""
+        """The worst row of the last run's result of one layer against the float32 oracle."""
         layer = self.layers[layer_index]
         expected = moe_lora_reference(
             self.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, lora=layer.lora,
             adapter_ids=self.adapter_ids, num_experts=self.shape.num_experts, dtype=torch.float32,
         )  # fmt: skip
-        return row_errors(self.outs[layer_index], expected).max().item()
+        return row_errors(self.results[layer_index], expected).max().item()
 
 
 def _moelora(stream_mode: str) -> Callable:

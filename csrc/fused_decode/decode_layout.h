@@ -154,9 +154,10 @@ struct Workspace {
   int32_t num_counters, max_items, max_segments;
 };
 
-// Counters: [0] next ticket, [1] gate_up tiles done; then by item: gate_up tiles done; by segment:
-// gate_up shrink tiles done; by segment: down shrink tiles done; by row block: direct tiles done.
-constexpr int kTicketCounter = 0, kAllZCounter = 1, kItemCounters = 2;
+// Counters: [0] next ticket, [1] gate_up tiles done, [2] down tiles done; then by item: gate_up
+// tiles done; by segment: gate_up shrink tiles done; by segment: down shrink tiles done; by row
+// block: direct tiles done.
+constexpr int kTicketCounter = 0, kAllZCounter = 1, kAllYCounter = 2, kItemCounters = 3;
 
 inline bool has_gate_up_lora(const FusedDecodeParams& p) {
   return p.slots.num_slots > 0 && p.gate_up_a.ptr != nullptr && p.gate_up_b.ptr != nullptr;

@@ -41,7 +41,7 @@ class WeightStream {
           stages_before_ticket = max(stages - 3, 0);
           gate_up_rows(block.item(tile.index).expert, tile.block);
           expands(tile.index, tile.block, true);
-        } else {
+        } else if (tile.kind == TileKind::kDown) {
           const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
           stages_before_ticket = max(stages - 3, 0);
           down(block.item(tile.index).expert, tile.block);
@@ -172,6 +172,8 @@ class TokenStream {
       switch (tile.kind) {
         case TileKind::kEnd:
           return;
+        case TileKind::kSum:  // reads y by itself
+          break;
         case TileKind::kGateUpShrink:
         case TileKind::kDownShrink:
           shrink(block.lists.segments[tile.index], is_gate_up(tile.kind));
@@ -201,10 +203,6 @@ class TokenStream {
 
   __device__ __forceinline__ uint32_t token_of(uint32_t entry) const {
     return static_cast<uint32_t>(pair_of(entry)) / static_cast<uint32_t>(k.p.top_k);
-  }
-  __device__ __forceinline__ static void wait_for_count(const uint32_t* counter, int count) {
-    while (ptx::load_acquire(counter) < static_cast<uint32_t>(count)) {
-    }
   }
   __device__ __forceinline__ void wait_for_z(int item_index) {
     if (all_z) return;

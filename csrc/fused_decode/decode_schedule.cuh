@@ -13,6 +13,7 @@ enum class TileKind : int {
   kDownShrink,    // 32 rows of A z for one segment
   kDown,          // rows of W2 z (+ B A z) for one item
   kDirectDown,  // instead of kDown: weighted rows of a piece (a range of items), one column a token
+  kSum,         // after kDown: a share of the weighted sums of y over a token's pairs
   kEnd,
 };
 __device__ __forceinline__ bool is_shrink(TileKind kind) {
@@ -24,7 +25,7 @@ __device__ __forceinline__ bool is_gate_up(TileKind kind) {
 
 struct Tile {
   TileKind kind;
-  int index;  // item; segment of a shrink; piece of a direct tile
+  int index;  // item; segment of a shrink; piece of a direct tile; number of a sum
   int block;  // of rows
 };
 
@@ -34,6 +35,7 @@ struct Plan {
   int gate_up_blocks, down_blocks;                // row blocks an item, or a piece
   int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks a segment
   int pieces, items_per_piece;                    // of direct tiles
+  int sums;                                       // sum tiles, where down tiles are not direct
 
   __device__ __forceinline__ Tile tile(int ticket) const {
     if (ticket < gate_up_shrink_blocks * segments) {
@@ -52,6 +54,8 @@ struct Plan {
       return {kDirect ? TileKind::kDirectDown : TileKind::kDown, ticket / down_blocks,
               ticket % down_blocks};
     }
+    ticket -= (kDirect ? pieces : items) * down_blocks;
+    if (!kDirect && ticket < sums) return {TileKind::kSum, ticket, 0};
     return {TileKind::kEnd, 0, 0};
   }
 };
@@ -164,6 +168,10 @@ struct Block {
   }
 };
 
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, int count) {
+  while (ptx::load_acquire(counter) < static_cast<uint32_t>(count)) {
+  }
+}
 __device__ __forceinline__ int rank_of(const Segment& segment, bool gate_up) {
   return gate_up ? segment.gate_up_rank : segment.down_rank;
 }
@@ -179,14 +187,15 @@ struct Constant {
 template <class C, class Body>
 __device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
   constexpr int kMost = C::kMaxTokens / 8;
-  if (kMost == 1 || blocks == 1) {
+  static_assert(kMost == 1 || kMost == 2 || kMost == 4, "8, 16 or 32 tokens a tile");
+  if constexpr (kMost == 1) {
     body(Constant<1>{});
-  } else if (kMost == 2 || blocks == 2) {
-    body(Constant < kMost<2 ? kMost : 2>{});
-  } else if (blocks == 3) {
-    body(Constant < kMost<3 ? kMost : 3>{});
+  } else if constexpr (kMost == 2) {
+    blocks == 1 ? body(Constant<1>{}) : body(Constant<2>{});
+  } else if (blocks <= 2) {
+    blocks == 1 ? body(Constant<1>{}) : body(Constant<2>{});
   } else {
-    body(Constant < kMost<4 ? kMost : 4>{});
+    blocks == 3 ? body(Constant<3>{}) : body(Constant<4>{});
   }
 }
 __device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }

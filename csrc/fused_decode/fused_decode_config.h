@@ -29,7 +29,7 @@ constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // S1 T=256: 289 against 348 with 16 tokens a tile, which reads weights of long lists twice.
     {"rows128_tokens32", 128, 64, 128, 64, 32, false},
 };
-constexpr int kNumFusedDecodeConfigs = 4;
+constexpr int kNumFusedDecodeConfigs = sizeof(kFusedDecodeConfigs) / sizeof(FusedDecodeConfig);
 
 constexpr int fused_decode_config_index(int64_t num_tokens) {
   if (num_tokens <= 2) return 0;

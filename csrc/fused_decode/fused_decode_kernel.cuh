@@ -1,4 +1,4 @@
-// The fused decode kernel, and the weighted sum over a token's pairs.
+// The fused decode kernel: its consumers, and the block that puts the roles together.
 #pragma once
 
 #include "decode_epilogue.cuh"
@@ -31,6 +31,9 @@ class Consumer {
         finish_reading(n);
         store_direct<C, T>(k, block, sums, tile, group, thread);
         group_barrier();
+      } else if (tile.kind == TileKind::kSum) {
+        finish_reading(n);
+        store_sums<C, T>(k, block, tile, group, thread);
       } else if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
         multiply_shrink(segment, gate_up);
@@ -48,7 +51,7 @@ class Consumer {
           publish(k.z_ready + tile.index, k.counters + kAllZCounter);
         } else {
           store_y<C, T>(k, sums, tile.block, item, entries, thread);
-          group_barrier();
+          publish(k.counters + kAllYCounter, nullptr);
         }
       }
     }
@@ -247,6 +250,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     block.plan.items_per_piece = items;
   }
 
+  // One share of the final sums for each group of the GPU.
+  block.plan.sums = min(static_cast<int>(gridDim.x) * kConsumerGroups,
+                        static_cast<int>(k.p.num_tokens) * ceil_div_int(hidden, 8 * kGroupThreads));
+
   if (warp == kWeightWarp) {
     if (lane == 0) WeightStream<C>(k, maps, block).run(ticket);
   } else if (warp == kTokenWarp) {
@@ -256,42 +263,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     float* sums = reinterpret_cast<float*>(shared + k.shared.sums + group * C::kSumBytes);
     Consumer<C, T>(k, block, sums, group, tid - group * kGroupThreads).run();
   }
-}
-
-// out[t] = routed_scaling_factor * sum of w y over the token's local pairs, in order; 8 columns a
-// thread.
-template <class T>
-__global__ void __launch_bounds__(256) weighted_sum_kernel(const __grid_constant__ KernelParams k) {
-  ptx::launch_dependents();
-  ptx::wait_for_previous_kernel();
-  const FusedDecodeParams& p = k.p;
-  const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
-  if (column >= p.hidden_size) return;
-  const int token = blockIdx.y;
-  float sum[8] = {};
-#pragma unroll 8
-  for (int j = 0; j < p.top_k; j++) {
-    if (local_expert(p, token, j) >= static_cast<uint32_t>(p.num_local_experts)) continue;
-    const float w = p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
-    const int pair = token * p.top_k + j;
-    const uint4 y =
-        ptx::load_cg_16(static_cast<const T*>(k.y) + int64_t{pair} * p.hidden_size + column);
-    const uint32_t words[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 v = ptx::unpack2<T>(words[i]);
-      sum[2 * i] += w * v.x;
-      sum[2 * i + 1] += w * v.y;
-    }
-  }
-  const float scale = p.routed_scaling_factor;
-  uint4 out;
-  out.x = ptx::pack2<T>(scale * sum[0], scale * sum[1]);
-  out.y = ptx::pack2<T>(scale * sum[2], scale * sum[3]);
-  out.z = ptx::pack2<T>(scale * sum[4], scale * sum[5]);
-  out.w = ptx::pack2<T>(scale * sum[6], scale * sum[7]);
-  *reinterpret_cast<uint4*>(static_cast<T*>(p.out_ptr) + int64_t{token} * p.out_stride + column) =
-      out;
 }
 
 }  // namespace moelora::fused_decode

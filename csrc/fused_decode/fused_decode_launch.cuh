@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <utility>
 
 #include "fused_decode_kernel.cuh"
 #include "fused_decode_launch.h"
@@ -78,20 +79,17 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   config.block = dim3(kThreads);
   config.shared_bytes = shared.bytes;
   launch_kernel("fused_decode", kernel, config, maps, k);
-  if (C::kDirect) return;
-  config.grid = dim3(static_cast<unsigned>(ceil_div(p.hidden_size, 8 * 256)),
-                     static_cast<unsigned>(p.num_tokens));
-  config.block = dim3(256);
-  config.shared_bytes = 0;
-  launch_kernel("fused_decode: weighted sum", weighted_sum_kernel<T>, config, k);
+}
+
+template <class T, int... kIndices>
+void launch_any(const FusedDecodeParams& p, int config_index, cudaStream_t stream,
+                std::integer_sequence<int, kIndices...>) {
+  ((config_index == kIndices ? launch_config<kIndices, T>(p, stream) : void()), ...);
 }
 
 template <class T>
 void Launcher<T>::launch(const FusedDecodeParams& p, int config_index, cudaStream_t stream) {
-  using Launch = void (*)(const FusedDecodeParams&, cudaStream_t);
-  static constexpr Launch kLaunches[kNumFusedDecodeConfigs] = {
-      launch_config<0, T>, launch_config<1, T>, launch_config<2, T>, launch_config<3, T>};
-  kLaunches[config_index](p, stream);
+  launch_any<T>(p, config_index, stream, std::make_integer_sequence<int, kNumFusedDecodeConfigs>{});
 }
 
 }  // namespace moelora::fused_decode

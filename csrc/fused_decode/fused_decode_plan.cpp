@@ -1,17 +1,25 @@
 // What can be said of a call from its shapes alone: can this path run it, with which tiles, in how
 // much workspace.
+#include <utility>
+
 #include "decode_layout.h"
 
 namespace moelora {
 namespace fused_decode {
 namespace {
 
-template <int kConfigIndex>
-int stages_of(const FusedDecodeParams& p, bool lora) {
-  using C = Tiles<kConfigIndex>;
+// Stages of the ring that a configuration's lists leave room for.
+template <int... kIndices>
+int num_stages(const FusedDecodeParams& p, int config_index,
+               std::integer_sequence<int, kIndices...>) {
   const int pairs = static_cast<int>(p.num_tokens) * p.top_k;
-  const int items = static_cast<int>(max_items(pairs, p.num_local_experts, C::kMaxTokens));
-  return shared_layout<C>(pairs, items, lora).stages;
+  const int items = workspace_layout(p, config_index).max_items;
+  const bool lora = has_gate_up_lora(p) || has_down_lora(p);
+  int stages = 0;
+  ((stages +=
+    config_index == kIndices ? shared_layout<Tiles<kIndices>>(pairs, items, lora).stages : 0),
+   ...);
+  return stages;
 }
 
 bool is_multiple_of_8(int64_t value) { return value % 8 == 0; }
@@ -62,10 +70,8 @@ const char* fused_decode_unsupported(const FusedDecodeParams& p) {
     return "hidden_states or the intermediate rows span 2^31 elements or more";
   }
   if (const char* reason = unsupported_lora(p)) return reason;
-  const bool lora = has_gate_up_lora(p) || has_down_lora(p);
-  const int stages[kNumFusedDecodeConfigs] = {stages_of<0>(p, lora), stages_of<1>(p, lora),
-                                              stages_of<2>(p, lora), stages_of<3>(p, lora)};
-  if (stages[fused_decode_config_index(p.num_tokens)] < kMinStages) {
+  if (num_stages(p, fused_decode_config_index(p.num_tokens),
+                 std::make_integer_sequence<int, kNumFusedDecodeConfigs>{}) < kMinStages) {
     return "the routing lists leave too little shared memory";
   }
   return nullptr;

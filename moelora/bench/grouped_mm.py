@@ -40,6 +40,7 @@ def grouped_mm_layer(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
+    num_experts: int,
     adapters: GroupedAdapters | None = None,
     adapter_ids: Tensor | None = None,
 ) -> Tensor:
@@ -47,16 +48,17 @@ def grouped_mm_layer(
     tokens, top_k = topk_ids.shape
     experts = w13.shape[0]
     groups = 1 if adapters is None else adapters.groups
-    flat_ids = topk_ids.flatten()
-    key = torch.where((flat_ids >= 0) & (flat_ids < experts), flat_ids, experts)
+    key = topk_ids.flatten()
+    if num_experts > experts:
+        local = (key >= 0) & (key < experts)
+        key = torch.where(local, key, experts)
     if groups > 1:
         slot = torch.where(adapter_ids < 0, groups - 1, adapter_ids)
         key = key * groups + slot.repeat_interleave(top_k, output_size=tokens * top_k)
-    order = key.argsort(stable=True)
-    sorted_key = key[order]
+    sorted_key, order = key.sort(stable=True)
     edges = torch.arange(1, experts * groups + 1, device=x.device, dtype=key.dtype)
     group_offsets = torch.searchsorted(sorted_key, edges).int()
-    offsets = group_offsets[groups - 1 :: groups]
+    offsets = group_offsets[groups - 1 :: groups].contiguous()
 
     rows = x[order // top_k]
     gate_up = F.grouped_mm(rows, w13.transpose(1, 2), offs=offsets)
@@ -67,11 +69,14 @@ def grouped_mm_layer(
     y = F.grouped_mm(z, w2.transpose(1, 2), offs=offsets)
     if adapters is not None:
         y += _lora(z, adapters.down_a, adapters.down_b, group_offsets)
-    weights = torch.where(sorted_key < experts * groups, topk_weights.flatten()[order], 0)
-    by_pair = torch.empty_like(y)
-    # What lies beyond the last group was never written by grouped_mm.
-    by_pair[order] = torch.where(weights[:, None] == 0, 0, y * weights[:, None]).to(y.dtype)
-    return by_pair.view(tokens, top_k, -1).sum(1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=x.device)
+    by_pair = y[inverse]
+    if num_experts > experts:
+        # What lies beyond the last group was never written by grouped_mm.
+        by_pair = torch.where(local[:, None], by_pair, 0)
+    weights = topk_weights.to(y.dtype).view(tokens, 1, top_k)
+    return torch.bmm(weights, by_pair.view(tokens, top_k, -1)).squeeze(1)
 
 
 def _lora(rows: Tensor, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

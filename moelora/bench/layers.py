@@ -119,8 +119,9 @@ def _moelora(stream_mode: str) -> Callable:
 
 def _grouped_mm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
     return grouped_mm_layer(
-        problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, layer.grouped, problem.adapter_ids
-    )
+        problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, problem.shape.num_experts, layer.grouped,
+        problem.adapter_ids,
+    )  # fmt: skip
 
 
 SYSTEMS: dict[str, Callable] = {

@@ -3,94 +3,39 @@
 A test file imports them and provides the fixtures `device` and `dtype`.
 """
 
-import json
 import random
 import threading
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from pool_makers import (
+    BLOCKS,
+    MAX_RANK,
+    SHAPE,
+    STACKS,
+    Library,
+    bits,
+    load_folder,
+    make_adapter,
+    make_adapters,
+    make_layer,
+    make_pool,
+    peft_config,
+    peft_tensors,
+    poison,
+    random_names,
+    run,
+    same_bits,
+    write_folder,
+)
 
-import moelora
 from moelora import MoELoRA
-from moelora.peft import load_peft_adapter
 from moelora.pool import AdapterPool, UnknownAdapterError
 from moelora.pool import storage as pool_storage
 from moelora.reference import moe_lora_reference
-from moelora.testing import Shape, check_close, random_layer, random_lora
+from moelora.testing import Shape, check_close, random_lora
 
-SHAPE = Shape(hidden=64, inter=32, experts=4, top_k=2)
-BLOCKS = ["model.layers.3.mlp", "model.layers.10.mlp"]
-MAX_RANK = 16
-STACKS = ("gate_up_a", "gate_up_b", "down_a", "down_b", "scaling", "ranks")
-
-
-# ---- makers ----
-
-
-def make_pool(device, dtype, num_slots=3, max_rank=MAX_RANK, blocks=BLOCKS, **options):
-    sizes = {"num_experts": SHAPE.experts, "hidden_size": SHAPE.hidden, "intermediate_size": SHAPE.inter}
-    return AdapterPool(num_slots, max_rank, blocks, **sizes, dtype=dtype, device=device, **options)
-
-
-def make_adapter(seed, dtype, rank=8, layers=2, **options):
-    """One MoELoRA per layer, on the host."""
-    return [random_lora(1, SHAPE, rank, dtype=dtype, seed=100 * seed + layer, **options) for layer in range(layers)]
-
-
-def peft_tensors(rank=8, blocks=BLOCKS, seed=0, hidden=SHAPE.hidden):
-    """A file with modules for each expert, scales not one."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for block in blocks:
-        for expert in range(SHAPE.experts):
-            for projection in ("gate_proj", "up_proj", "down_proj"):
-                widths = (SHAPE.inter, hidden) if projection == "down_proj" else (hidden, SHAPE.inter)
-                path = f"base_model.model.{block}.experts.{expert}.{projection}"
-                tensors[f"{path}.lora_A.weight"] = torch.randn(rank, widths[0], generator=generator) / 8
-                tensors[f"{path}.lora_B.weight"] = torch.randn(widths[1], rank, generator=generator)
-    return tensors
-
-
-def peft_config(rank=8, **changes):
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": 3 * rank // 2} | changes
-
-
-def write_folder(folder, tensors, config):
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def bits(pool, slot=None):
-    """A copy of all that the pool holds, or of one slot."""
-    tensors = [getattr(layer, name) for layer in pool.layers for name in STACKS]
-    return [(tensor if slot is None else tensor[slot]).cpu().clone() for tensor in tensors]
-
-
-def same_bits(some, others):
-    # NaN is not equal to itself, its bytes are.
-    return all(
-        torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-        for one, other in zip(some, others, strict=True)
-    )
-
-
-def poison(pool):
-    """NaN in every stack, as if other adapters had left the worst; ranks and scaling stay."""
-    for layer in pool.layers:
-        for name in STACKS[:4]:
-            getattr(layer, name).fill_(torch.nan)
-
-
-def run(layer, lora=None, adapter_ids=None, **options):
-    with torch.inference_mode():
-        return moelora.fused_moe_lora(*layer.arguments, lora=lora, adapter_ids=adapter_ids, **options)
-
-
-def make_layer(device, dtype, tokens=12, seed=0):
-    return random_layer(tokens, SHAPE, dtype=dtype, device=device, seed=seed)
+NARROW = Shape(SHAPE.hidden // 2, SHAPE.inter, SHAPE.experts, SHAPE.top_k)
 
 
 def check_batch(pool, layer, names, adapters):
@@ -140,8 +85,7 @@ def test_folder_tensors_and_stacks_give_the_same_bits(device, dtype, tmp_path):
     pool = make_pool(device, dtype)
     tensors, config = peft_tensors(), peft_config()
     folder = write_folder(tmp_path / "adapter", tensors, config)
-    sizes = {"num_experts": SHAPE.experts, "hidden_size": SHAPE.hidden, "intermediate_size": SHAPE.inter}
-    stacks = [load_peft_adapter(folder, block, **sizes, dtype=dtype, device=device) for block in BLOCKS]
+    stacks = load_folder(folder, dtype, device)
     slots = [pool.load("folder", folder), pool.load("tensors", (tensors, config)), pool.load("stacks", stacks)]
     assert slots == [0, 1, 2]
     assert all(same_bits(bits(pool, 0), bits(pool, slot)) for slot in slots)
@@ -505,8 +449,7 @@ def bad_sources(dtype, folder):
     (no_json / "adapter_config.json").write_text("{")
     no_tensors = write_folder(folder / "no_tensors", tensors, config)
     (no_tensors / "adapter_model.safetensors").unlink()
-    narrow = Shape(32, SHAPE.inter, SHAPE.experts, SHAPE.top_k)
-    wrong_size = [good[0], random_lora(1, narrow, 8, dtype=dtype)]
+    wrong_size = [good[0], random_lora(1, NARROW, 8, dtype=dtype)]
     beyond = MoELoRA(*[getattr(good[1], name) for name in STACKS[:5]], torch.tensor([[8, 9]], dtype=torch.int32))
     mistyped = make_adapter(1, other_dtype)
     renamed = {name.replace(BLOCKS[0], "model.layers.3.moe"): tensor for name, tensor in tensors.items()}
@@ -516,7 +459,7 @@ def bad_sources(dtype, folder):
         "broken json": (no_json, ValueError, "line 1"),
         "truncated file": (truncated, Exception, "(?i)header|incomplete|invalid"),
         "no source": (7, TypeError, "source: expected a folder, .*, got int"),
-        "wrong width in the last layer": ((tensors | peft_tensors(blocks=BLOCKS[1:], hidden=32), config), ValueError,
+        "wrong width in the last layer": ((tensors | peft_tensors(blocks=BLOCKS[1:], shape=NARROW), config), ValueError,
                                           r"model\.layers\.10.*expected shape \[64, 8\], got \[32, 8\]"),
         "rank of the file": ((peft_tensors(rank=17), peft_config(17)), ValueError,
                              r"source for model\.layers\.3\.mlp: .* at most max_rank 16, got 17"),
@@ -612,28 +555,6 @@ def test_inference_mode_inside_and_outside(device, dtype):
 # ---- threads ----
 
 
-class Library:
-    """All adapters of a test, made without a pool, and what a batch must give."""
-
-    def __init__(self, device, dtype, count, seed=0):
-        ranks = [MAX_RANK, *(1 + (5 * index) % MAX_RANK for index in range(1, count))]
-        loras = [make_adapter(seed + index, dtype, rank=rank) for index, rank in enumerate(ranks)]
-        self.adapters = {f"adapter {index}": lora for index, lora in enumerate(loras)}
-        self.names = list(self.adapters)
-        # One slot more than adapters: an empty one.
-        by_layer = [[*layer, None] for layer in zip(*loras, strict=True)]
-        self._stacks = [MoELoRA.stack(layer).to(device) for layer in by_layer]
-        self._device = device
-
-    def lora(self, index, num_slots, slots):
-        """Layer `index` with each adapter (by name) in its slot, as a pool of `num_slots` should have it."""
-        order = torch.full((num_slots,), len(self.names))
-        for name, slot in slots.items():
-            order[slot] = self.names.index(name)
-        order = order.to(self._device)
-        return MoELoRA(*(getattr(self._stacks[index], name)[order] for name in STACKS))
-
-
 def hammer(pool, library, forwards, seconds, loaders=2):
     """Threads that load and evict at random while others run `forwards`, each a function (random generator) that
     checks one batch and says whether it could; returns how many of each went well."""
@@ -681,15 +602,6 @@ def hammer(pool, library, forwards, seconds, loaders=2):
     return counts
 
 
-def random_names(library, pool, choose, tokens):
-    """Names of a batch: base rows and up to as many adapters as the pool has slots less one, loaded or not."""
-    likely = [name for name in pool.loaded()] or library.names
-    few = [choose.choice(likely) for _ in range(choose.randint(0, pool.num_slots - 1))]
-    if choose.random() < 0.1:
-        few.append(choose.choice(library.names))
-    return [choose.choice([None, *few]) for _ in range(tokens)]
-
-
 def eager_forward(pool, library, device, dtype, seed):
     """A function for `hammer`: one eager batch, bit for bit what it is without a pool."""
     layer = make_layer(device, dtype, seed=seed)
@@ -712,7 +624,7 @@ def eager_forward(pool, library, device, dtype, seed):
 
 
 def check_hammer(device, dtype, seconds):
-    pool, library = make_pool(device, dtype, num_slots=4), Library(device, dtype, 7)
+    pool, library = make_pool(device, dtype, num_slots=4), Library(device, make_adapters(7, dtype))
     forwards = [eager_forward(pool, library, device, dtype, seed) for seed in range(3)]
     counts = hammer(pool, library, forwards, seconds)
     assert all(counts.values()), counts

@@ -19,7 +19,8 @@ constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
     // Weights are read once and set the pace, so depth in flight counts: S1 T=512 318 against 326,
     // S3 T=2048 729 against 747 with the other row.
     {"tokens144_stages6", 144, 6},
-    // Tensor cores set the pace, so bytes per flop count: S1 T=8192 1046 (the first version, at most
+    // Tensor cores set the pace, so bytes per flop count: S1 T=8192 1046 (the first version, at
+    // most
     // 128 tokens a tile, took 335 more in gate_up alone).
     {"tokens256_stages4", 256, 4},
 };

@@ -47,14 +47,12 @@ class Step:
 
     @property
     def overlap(self) -> float:
-        """µs in which more than one stream was busy."""
-        edges = sorted([(k.start, 1) for k in self.kernels] + [(k.end, -1) for k in self.kernels])
-        total = busy = 0
-        last = 0.0
-        for time, change in edges:
-            if busy > 1:
-                total += time - last
-            busy, last = busy + change, time
+        """µs in which both streams were busy; a kernel that starts early behind another of its stream does not count."""
+        total = 0.0
+        for index, one in enumerate(self.kernels):
+            for other in self.kernels[index + 1 :]:
+                if one.stream != other.stream:
+                    total += max(0.0, min(one.end, other.end) - max(one.start, other.start))
         return total
 
 

@@ -30,11 +30,13 @@ class DecomposedLayer {
   void run() {
     const bool gate_up_lora = layer_.gate_up.exists();
     const bool down_lora = layer_.down.exists();
-    // The side work starts as early as its kernels allow: few pairs need no sort.
+    // The side stream forks as early as its kernels allow (few pairs need no sort), but the sort is
+    // launched first: one block, it would wait for an SM behind the shrink's many.
     const bool early = gate_up_lora && !gate_up_lora_reads_sort();
-    if (early) gate_up_lora_on_side();
+    if (early) device_.fork();
     moe_sort();
-    if (gate_up_lora && !early) gate_up_lora_on_side();
+    if (gate_up_lora && !early) device_.fork();
+    if (gate_up_lora) lora(device_.side(), layer_.gate_up, LoraPart::kGateUp);
     permute();
     gemm(layer_.w13, layer_.w13_bias_ptr, at(plan_.permuted), layer_.hidden_size, at(plan_.gate_up),
          2 * layer_.intermediate_size);
@@ -82,11 +84,6 @@ class DecomposedLayer {
     const int64_t matrices = side.a_shared_outer ? 1 : layer_.num_local_experts;
     return lora_shrink_config(vectors, matrices, side.v_columns(), true).grouped ||
            lora_expand_config(layer_.num_pairs(), layer_.intermediate_size, true).grouped;
-  }
-
-  void gate_up_lora_on_side() {
-    device_.fork();
-    lora(device_.side(), layer_.gate_up, LoraPart::kGateUp);
   }
 
   void moe_sort() {

@@ -32,6 +32,8 @@ class SlotStorage:
         )
         # Two, so that one is filled while the other is copied.
         self._staging = [_Staging(layout) for _ in range(2)] if device.type == "cuda" else []
+        with self.copy_stream.after_users():
+            pass  # waits for the zeros, which other streams do not know of
 
     @property
     def bytes_per_slot(self) -> int:

@@ -183,6 +183,13 @@ class Soak:
                 check_close(got, exact, plain=moe_lora_reference(*inputs.arguments, **arguments, dtype=None))
                 self.counts["against the reference"] += 1
 
+    def submit_and_check(self, count):
+        """All are submitted before the first is checked, so that several may be in flight."""
+        submitted = [self.submit() for _ in range(count)]
+        for batch in submitted:
+            if batch is not None:
+                self.check(*batch)
+
     def recapture_one(self):
         place = self.choose.randrange(len(self.graphs))
         configuration = self.graphs[place].configuration
@@ -207,11 +214,7 @@ class Soak:
         early = None
         try:
             while (now := time.monotonic()) < start + seconds and not self.stop.is_set():
-                submitted = [self.submit() for _ in range(self.choose.randint(1, 4))]
-                for batch in submitted:
-                    if batch is not None:
-                        self.check(*batch)
-                del submitted
+                self.submit_and_check(self.choose.randint(1, 4))
                 if self.choose.random() < 0.005:
                     self.recapture_one()
                 if early is None and now > start + seconds / 10:

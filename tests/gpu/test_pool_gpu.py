@@ -188,6 +188,25 @@ def test_replays_go_on_while_a_slot_is_written(device, dtype, monkeypatch):
     replay([a, c, None] * 4)
 
 
+def test_every_stream_can_use_a_new_pool(device, dtype):
+    """Its memory is reused, and the stream it is made on is busy."""
+    layer = make_layer(device, dtype)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        garbage = make_pool(device, dtype)
+        for lora in garbage.layers:
+            for name in STACKS:
+                getattr(lora, name).fill_(7)
+        del garbage, lora
+        torch.cuda._sleep(LONG)
+        pool = make_pool(device, dtype)
+    slots = torch.tensor([0, 1, 2, -1] * 3, dtype=torch.int32, device=device)
+    results = [run(layer, lora, slots, stream_mode="single") for lora in pool.layers]
+    base = run(layer, stream_mode="single")
+    assert all(torch.equal(result, base) for result in results)
+
+
 def test_every_stream_sees_a_load_that_returned(device, dtype):
     pool, library = make_pool(device, dtype, num_slots=1), Library(device, make_adapters(4, dtype))
     replays = [Replays(pool, library, dtype, tokens=tokens, mode=mode) for tokens in (1, 40) for mode in MODES]

@@ -12,13 +12,18 @@ VENV := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX),$(CURDIR)/.venv)
 PYTHON := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: demo test prepare
+.PHONY: demo test wheel prepare
 
 demo: prepare
 	$(PYTHON) examples/quickstart.py
 
 test: prepare
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+# One wheel in dist/ for the archs of TORCH_CUDA_ARCH_LIST (default: all three), with its manylinux tag.
+wheel:
+	@WHEEL_ONLY=1 tools/prepare.sh $(VENV)
+	tools/wheel.sh $(PYTHON)
 
 prepare:
 	@tools/prepare.sh $(VENV)

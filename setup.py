@@ -1,7 +1,8 @@
 """Build driver: finds torch, nvcc and CUTLASS, runs cmake with ninja, and records what was built.
 
 Environment: TORCH_CUDA_ARCH_LIST (default "9.0a;10.0a;10.3a"), MOELORA_CUDA (0: CPU only; 1: nvcc is required),
-MOELORA_CUTLASS_DIR (a CUTLASS checkout), MAX_JOBS (parallel compilations).
+MOELORA_CUTLASS_DIR (a CUTLASS checkout), MAX_JOBS (parallel compilations), MOELORA_PREBUILT_DIR (a folder with
+libmoelora.so and _build_info.json of an earlier build: only moelora._C is compiled, for another Python version).
 """
 
 import hashlib
@@ -26,7 +27,7 @@ GIB_PER_JOB = 6  # one nvcc on a CUTLASS collective takes up to 5.3 GiB
 sys.path.insert(0, str(PACKAGE))
 from _source_hash import source_hash  # noqa: E402  (shared with the check that a library is not stale)
 
-VERSION = re.search(r'__version__ = "(.+)"', (PACKAGE / "_version.py").read_text()).group(1)
+RELEASE = re.search(r'__version__ = "(.+)"', (PACKAGE / "_version.py").read_text()).group(1)
 
 
 def package_dir(name: str, hint: str) -> Path:
@@ -63,6 +64,25 @@ def wanted_nvcc() -> str | None:
     return nvcc
 
 
+def cuda_version(nvcc: str) -> str:
+    return re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "--version"], text=True)).group(1)
+
+
+def prebuilt_info() -> dict | None:
+    folder = os.environ.get("MOELORA_PREBUILT_DIR")
+    return json.loads((Path(folder) / "_build_info.json").read_text()) if folder else None
+
+
+def version() -> str:
+    """The release, with what it was built for as PEP 440's local version: +cu130, or +cpu. An sdist is for all."""
+    if "sdist" in sys.argv:
+        return RELEASE
+    prebuilt = prebuilt_info()
+    nvcc = None if prebuilt else wanted_nvcc()
+    cuda = prebuilt["cuda"] if prebuilt else cuda_version(nvcc) if nvcc else None
+    return f"{RELEASE}+cu{cuda.replace('.', '')}" if cuda else f"{RELEASE}+cpu"
+
+
 def default_jobs() -> int:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return max(1, min(os.cpu_count() or 1, int(memory_gib // GIB_PER_JOB)))
@@ -86,14 +106,16 @@ class CMakeBuild(build_ext):
     def run(self):
         output = self.output_dir()
         output.mkdir(parents=True, exist_ok=True)
-        build = ROOT / "build" / "cmake"
-        nvcc = wanted_nvcc()
+        prebuilt = os.environ.get("MOELORA_PREBUILT_DIR")
+        build = ROOT / "build" / ("cmake_module" if prebuilt else "cmake")
+        nvcc = None if prebuilt else wanted_nvcc()
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
         torch = torch_dir()
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
             f"-DMOELORA_TORCH_DIR={torch}", f"-DMOELORA_OUTPUT_DIR={output}",
-            f"-DMOELORA_CUDA={'ON' if nvcc else 'OFF'}", f"-DPython3_EXECUTABLE={sys.executable}",
+            f"-DMOELORA_CUDA={'ON' if nvcc else 'OFF'}", f"-DMOELORA_OPS_LIBRARY={'OFF' if prebuilt else 'ON'}",
+            f"-DPython3_EXECUTABLE={sys.executable}",
         ]  # fmt: skip
         if nvcc:
             configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DMOELORA_ARCHS={archs}"]
@@ -104,15 +126,19 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS") or default_jobs()
         subprocess.run(["cmake", "--build", str(build), "-j", str(jobs)], check=True)
-        self.write_build_info(output, build, torch, nvcc, archs, built_from)
+        if prebuilt:
+            for name in ("libmoelora.so", "_build_info.json"):
+                shutil.copy2(Path(prebuilt) / name, output / name)
+        else:
+            self.write_build_info(output, build, torch, nvcc, archs, built_from)
 
     def write_build_info(self, output, build, torch, nvcc, archs, built_from):
         cuda = cutlass = None
         if nvcc:
-            cuda = re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "--version"], text=True)).group(1)
+            cuda = cuda_version(nvcc)
             cutlass = (build / "cutlass_version.txt").read_text()
         info = {
-            "version": VERSION,
+            "version": RELEASE,
             "cuda": cuda,
             "archs": re.split(r"[;, ]+", archs) if nvcc else [],
             "cutlass": cutlass,
@@ -124,7 +150,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    version=VERSION,
+    version=version(),
     packages=find_packages(include=["moelora*"]),
     package_data={"moelora": ["py.typed"]},
     ext_modules=[Extension("moelora._C", sources=[])],

@@ -47,7 +47,7 @@ class Step:
 
     @property
     def overlap(self) -> float:
-        """µs in which both streams were busy; a kernel that starts early behind another of its stream does not count."""
+        """µs in which both streams were busy; kernels of one stream that overlap do not count."""
         total = 0.0
         for index, one in enumerate(self.kernels):
             for other in self.kernels[index + 1 :]:

@@ -5,7 +5,7 @@ from moelora import _load
 _load.load_library()
 
 from moelora import _fake, ops  # noqa: E402  (needs the library)
-from moelora._load import build_info  # noqa: E402
+from moelora._load import build_info, cuda_unavailable_reason  # noqa: E402
 from moelora._streams import set_two_stream_max_tokens  # noqa: E402
 from moelora._version import __version__  # noqa: E402
 from moelora.explain import explain  # noqa: E402
@@ -25,6 +25,7 @@ __all__ = [
     "MoELoRA",
     "__version__",
     "build_info",
+    "cuda_unavailable_reason",
     "explain",
     "fused_moe_lora",
     "fused_moe_lora_single_stream",

@@ -11,12 +11,15 @@ from moelora._version import __version__
 PACKAGE = Path(__file__).resolve().parent
 LIBRARY = PACKAGE / "libmoelora.so"
 MIN_TORCH = (2, 11)
+# Archs whose kernels were compiled and read (SASS) but never run: no such GPU was at hand.
+_NEVER_RUN = ("10.0a", "10.3a")
 
 
 @cache
 def build_info() -> dict:
     """What this installation holds: version, CUDA toolkit, GPU archs in the library, CUTLASS, the torch it was built
-    with, and a hash of its sources. Empty lists and None where a build is CPU-only.
+    with, a hash of its sources, and the archs whose kernels have never run on hardware. Empty lists and None where a
+    build is CPU-only.
 
     Raises:
         ImportError: the package was never built.
@@ -27,7 +30,8 @@ def build_info() -> dict:
             f"moelora {__version__} has not been built: {path} is missing. "
             "Run `pip install -e . --no-build-isolation` (or `make demo`) in the source folder."
         )
-    return json.loads(path.read_text())
+    info = json.loads(path.read_text())
+    return info | {"never_run_on_hardware": [arch for arch in info["archs"] if arch in _NEVER_RUN]}
 
 
 def torch_version() -> tuple[int, int]:

@@ -68,7 +68,7 @@ def about() -> list[str]:
         return lines
     major, minor = torch.cuda.get_device_capability()
     lines.append(f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, driver {driver_version()}")
-    never = info.get("never_run_on_hardware", [])
+    never = info["never_run_on_hardware"]
     if f"{major}.{minor}a" in never:
         lines.append(f"kernels for {major}.{minor}a have never run on hardware before: please report what follows")
     return lines

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment VENV able to build, run and test moelora, and builds it unless an up-to-date build is there.
 # Builds for the GPUs of this machine, CPU-only where there is none; TORCH_CUDA_ARCH_LIST or MOELORA_CUDA decide otherwise.
+# With WHEEL_ONLY set it installs what a build needs and builds nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
@@ -27,6 +28,9 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
 fi
 "$python" tools/requirements.py build run test demo | "$venv/bin/pip" install -q -r /dev/stdin
 
+if [ -n "${WHEEL_ONLY:-}" ]; then
+  exit
+fi
 if "$python" tools/build_is_current.py; then
   say "using the build that is there"
   exit

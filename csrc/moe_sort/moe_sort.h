@@ -4,8 +4,8 @@
 
 namespace moelora {
 
-// Rows that every expert's rows are padded to: the smallest token tile of the tensor cores' N side, so
-// that an expert with one token costs 16 rows at most and no tile choice leaks into shapes.
+// Rows that every expert's rows are padded to: the smallest token tile of the tensor cores' N side,
+// so that an expert with one token costs 16 rows at most and no tile choice leaks into shapes.
 constexpr int32_t kTileRows = 16;
 
 // P_max of spec.md section 5: the least upper bound of padded rows from shapes alone.

@@ -16,13 +16,16 @@ from moelora.fused_moe_lora import (  # noqa: E402
 )
 from moelora.lora import MoELoRA  # noqa: E402
 from moelora.peft import load_peft_adapter  # noqa: E402
+from moelora.pool import AdapterPool, UnknownAdapterError  # noqa: E402
 from moelora.routing import route  # noqa: E402
 from moelora.weights import swap_gate_up  # noqa: E402
 
 _fake.register()
 
 __all__ = [
+    "AdapterPool",
     "MoELoRA",
+    "UnknownAdapterError",
     "__version__",
     "build_info",
     "cuda_unavailable_reason",

@@ -69,7 +69,8 @@ int64_t fused_prefill_workspace_bytes(const LayerParams& layer, int64_t limit) {
 }
 
 const char* fused_prefill_config_name(const LayerParams& layer) {
-  return kFusedPrefillConfigs[fused_prefill_config_index(layer.expected_rows())].name;
+  const int index = fused_prefill_config_index(layer.expected_rows(), layer.hidden_size);
+  return kFusedPrefillConfigs[index].name;
 }
 
 }  // namespace moelora

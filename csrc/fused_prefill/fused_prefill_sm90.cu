@@ -117,13 +117,15 @@ class PrefillChunk {
     params.max_tokens = config_.max_tokens;
     params.num_tokens = layer_.num_tokens;
     if (by_token) {
+      params.num_groups = 1;
       params.expected_rows = layer_.num_tokens;
     } else {
       params.tiles = at<TokenTile>(gate_up ? plan_.gate_up_tiles : plan_.down_tiles);
       params.num_tiles = at<int32_t>(plan_.num_tiles);
       params.row_slot = at<int32_t>(plan_.row_slot);
       if (gate_up) params.row_token = at<int32_t>(plan_.row_token);
-      params.expected_rows = layer_.expected_rows() * layer_.num_local_experts;
+      params.num_groups = layer_.num_local_experts;
+      params.expected_rows = layer_.expected_rows();
     }
     params.x_ptr = gate_up ? layer_.hidden_states_ptr : at<char>(plan_.z);
     params.x_stride = gate_up ? layer_.hidden_states_stride : layer_.intermediate_size;

@@ -19,7 +19,8 @@ struct PrefillShrinkParams {
   const int32_t* row_token;
   const int32_t* row_slot;
   int64_t num_tokens;
-  int64_t expected_rows;  // rows there may be to do, for the choice of a block's size
+  // Experts, or one group of all tokens, and a group's rows on average: for a block's size.
+  int64_t num_groups, expected_rows;
 
   const void* x_ptr;  // last dim contiguous
   int64_t x_stride;   // elements

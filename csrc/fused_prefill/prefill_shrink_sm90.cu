@@ -9,8 +9,8 @@ namespace moelora::fused_prefill {
 namespace {
 
 constexpr int kRowBytes = 128;  // 64 columns of K a stage
-constexpr int kMinBlocks =
-    132;  // below this many blocks, smaller ones are worth their rereads of A
+// Below this many blocks (an H200 has 132 SMs), smaller ones are worth their rereads of A.
+constexpr int64_t kMinBlocks = 96;
 
 // Rows are the M operand, 64 a warpgroup, and rows of A the N operand.
 template <int kWarpgroups, int kColumns_>
@@ -24,11 +24,15 @@ struct ShrinkTile {
   static constexpr int kBlocksPerSm = kColumns <= 128 ? 2 : 1;
   static constexpr int kFit = 220 * 1024 / kBlocksPerSm / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
-  // Behind the ring: each row's slot, the rows of a pass, a word a warp. (All of it dynamic, so
-  // that the ring starts where dynamic shared memory does, at a multiple of 1024.)
+  // Behind the ring: each row's slot and row of x, the rows of a pass, a word a warp. (All of it
+  // dynamic, so that the ring starts where dynamic shared memory does, at a multiple of 1024.)
   static constexpr int kListsAt = kStages * kStageBytes;
-  static constexpr int kSharedBytes = kListsAt + 4 * (2 * kRows + kThreads / 32);
-  static_assert(kStages >= 3, "enough loads in flight");
+  static constexpr int kSharedBytes = kListsAt + 4 * (3 * kRows + kThreads / 32);
+  // Blocks of K whose products run on while the next block's loads are waited for, and blocks that
+  // are loaded ahead: a short ring loads further ahead instead.
+  static constexpr int kRunning = kStages >= 5 ? 1 : 0;
+  static constexpr int kAhead = kStages - 1 - kRunning;
+  static_assert(kAhead >= 2, "enough loads in flight");
 };
 
 // The rows a block works on.
@@ -45,8 +49,8 @@ __device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t rows_pe
   }
   const int32_t parts = (p.max_tokens + rows_per_block - 1) / rows_per_block;
   const int32_t tile_idx = blockIdx.x / parts, part = blockIdx.x % parts;
+  const TokenTile tile = p.tiles[tile_idx];  // read before it is known to be one: one wait for both
   if (tile_idx >= *p.num_tiles) return {0, 0, 0};
-  const TokenTile tile = p.tiles[tile_idx];
   // As few even parts, in steps of 16 rows, as hold the tile.
   const int32_t used = (tile.rows + rows_per_block - 1) / rows_per_block;
   if (part >= used) return {0, 0, 0};
@@ -61,13 +65,14 @@ __device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t rows_pe
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p, int32_t rows_per_block) {
-  constexpr int kColumns = Tile::kColumns, kStages = Tile::kStages;
+  constexpr int kColumns = Tile::kColumns, kStages = Tile::kStages, kAhead = Tile::kAhead;
   constexpr int kLoadRows = Tile::kThreads / 8;  // rows that all threads load at once
   constexpr int kRowLoads = Tile::kRows / kLoadRows;
   constexpr int kColumnLoads = (kColumns + kLoadRows - 1) / kLoadRows;
   extern __shared__ __align__(1024) uint8_t shared[];
   int32_t* row_slot = reinterpret_cast<int32_t*>(shared + Tile::kListsAt);
-  int32_t* listed = row_slot + Tile::kRows;
+  int32_t* row_of_x = row_slot + Tile::kRows;
+  int32_t* listed = row_of_x + Tile::kRows;
   int32_t* warp_value = listed + Tile::kRows;
   const uint32_t base = ptx::shared_address(shared);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
@@ -78,11 +83,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (rows.count <= 0) return;
   if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
   if (thread < Tile::kRows) {
-    int32_t slot = -1;
+    const int32_t row = rows.first + thread;
+    int32_t slot = -1, x_row = row;
     if (thread < rows.count) {
-      slot = p.row_slot != nullptr ? p.row_slot[rows.first + thread] : p.slots(rows.first + thread);
+      if (p.row_token != nullptr) x_row = p.row_token[row];
+      slot = p.row_slot != nullptr ? p.row_slot[row] : p.slots(row);
     }
     row_slot[thread] = slot;
+    row_of_x[thread] = x_row;
   }
   __syncthreads();
 
@@ -117,6 +125,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (mine == slot) listed[before + __popc(votes & ((1u << lane) - 1))] = thread;
     __syncthreads();
     if (slot_rank == 0) continue;
+    const bool gate_up = p.part == LoraPart::kGateUp;
+    float scale = 1.0f, up_scale = 1.0f;  // scale: of gate, or of down
+    if (p.scaling_ptr != nullptr) {
+      scale = p.scaling_ptr[3 * slot + (gate_up ? 0 : 2)];
+      up_scale = p.scaling_ptr[3 * slot + 1];
+    }
 
     const T* a = static_cast<const T*>(p.a_ptr) + slot * p.a_slot_stride +
                  rows.expert * p.a_expert_stride + (first_column + load_row) * p.a_row_stride +
@@ -125,8 +139,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
       const int r = load_row + i * kLoadRows;
-      int64_t row = rows.first + (r < count ? listed[r] : 0);
-      if (p.row_token != nullptr) row = p.row_token[row];
+      const int64_t row = row_of_x[r < count ? listed[r] : 0];
       x[i] = static_cast<const T*>(p.x_ptr) + row * p.x_stride + chunk * 8;
     }
     // Rows of A beyond the slot's rank, and columns beyond the last, count as zeros.
@@ -163,12 +176,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const bool active = group * 64 < count;
     sm90::WgmmaAccumulators<kColumns> acc;
     acc.clear();
-    for (int s = 0; s < kStages - 1; ++s) load(s);
+    for (int s = 0; s < kAhead; ++s) load(s);
     for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-      ptx::cp_async_wait_group<kStages - 2>();
+      ptx::cp_async_wait_group<kAhead - 1>();
       ptx::fence_proxy_async_shared();  // wgmma reads by another proxy than cp.async writes
+      sm90::wgmma_wait<Tile::kRunning>();
       __syncthreads();
-      load(k_block + kStages - 1);  // into the stage that everyone has just finished with
+      load(k_block + kAhead);  // into the stage that everyone has just finished with
       if (active) {
         const uint32_t stage = base + k_block % kStages * Tile::kStageBytes;
         const uint64_t x_desc = sm90::wgmma_descriptor(stage + group * 64 * kRowBytes);
@@ -181,15 +195,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                         a_desc + k * sm90::kWgmmaKStep);
         }
         sm90::wgmma_commit();
-        sm90::wgmma_wait<0>();
-        acc.pin();
       }
     }
+    sm90::wgmma_wait<0>();
+    acc.pin();
 
     // Scale in fp32, round once. Columns of A's only component serve gate and up.
-    const bool gate_up = p.part == LoraPart::kGateUp;
     const int32_t v_columns = gate_up ? 2 * p.rank : p.rank;
-    const int32_t copies = v_columns / a_rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = group * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * half;
@@ -199,12 +211,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       for (int j = 0; j < kColumns / 8; ++j) {
         const int32_t column = first_column + 8 * j + 2 * (lane & 3);
         if (column >= a_rows) continue;
-        for (int copy = 0; copy < copies; ++copy) {
-          const int32_t to = column + copy * a_rows;
-          const int32_t which = gate_up ? (to < p.rank ? 0 : 1) : 2;
-          const float scale = p.scaling_ptr == nullptr ? 1.0f : p.scaling_ptr[3 * slot + which];
+#pragma unroll 1
+        for (int32_t to = column; to < v_columns; to += a_rows) {
+          const float factor = to < p.rank ? scale : up_scale;
           *reinterpret_cast<uint32_t*>(v + to) =
-              ptx::pack2<T>(acc.d[4 * j + 2 * half] * scale, acc.d[4 * j + 2 * half + 1] * scale);
+              ptx::pack2<T>(acc.d[4 * j + 2 * half] * factor, acc.d[4 * j + 2 * half + 1] * factor);
         }
       }
     }
@@ -241,10 +252,15 @@ void launch_columns(const PrefillShrinkParams& p, int32_t rows_per_block, cudaSt
   launch<T, kWarpgroups, 256>(p, rows_per_block, stream);
 }
 
+// The largest blocks of rows that a group's rows fill and that make enough blocks: rows of A are
+// read once a block.
 template <class T>
 void launch_rows(const PrefillShrinkParams& p, cudaStream_t stream) {
-  if (p.expected_rows >= 128 * kMinBlocks) return launch_columns<T, 2>(p, 128, stream);
-  launch_columns<T, 1>(p, p.expected_rows >= 64 * kMinBlocks ? 64 : 32, stream);
+  const auto enough_blocks = [&](int64_t rows) {
+    return p.num_groups * ceil_div(p.expected_rows, rows) >= kMinBlocks;
+  };
+  if (p.expected_rows > 64 && enough_blocks(128)) return launch_columns<T, 2>(p, 128, stream);
+  launch_columns<T, 1>(p, enough_blocks(64) ? 64 : 32, stream);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ template <class C, class T>
 __device__ __forceinline__ void store_rank_vectors(const KernelParams& k, const float* sums,
                                                    bool gate_up, int block, const Segment& segment,
                                                    const uint32_t* item_entries, int thread) {
-  const int rank = rank_of(segment, gate_up), covered = shrink_ranks(k, gate_up);
+  const int rank = rank_of(segment, gate_up), covered = shrink_ranks(k.p, gate_up);
   const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
   const int components = gate_up ? 2 : 1;
   T* v = static_cast<T*>(gate_up ? k.gate_up_v : k.down_v);
@@ -170,62 +170,6 @@ __device__ __forceinline__ void store_direct(const KernelParams& k, const Block<
     total.y += value.y;
   }
   store_out(total);
-}
-
-// Which of a token's pairs have a local expert, by bit.
-__device__ __forceinline__ uint32_t local_pairs(const FusedDecodeParams& p, int token) {
-  uint32_t mask = 0;
-#pragma unroll 8
-  for (int j = 0; j < p.top_k; j++) {
-    const bool local = local_expert(p, token, j) < static_cast<uint32_t>(p.num_local_experts);
-    mask |= static_cast<uint32_t>(local) << j;
-  }
-  return mask;
-}
-
-// out[t] = routed_scaling_factor * sum of w y over the token's local pairs, in order: every sums-th
-// chunk of 1,024 columns of a token, 8 columns a thread, once all of y is there.
-template <class C, class T>
-__device__ __forceinline__ void store_sums(const KernelParams& k, const Block<C>& block,
-                                           const Tile& tile, int group, int thread) {
-  const FusedDecodeParams& p = k.p;
-  const int hidden = static_cast<int>(p.hidden_size);
-  const int chunks_per_row = ceil_div_int(hidden, 8 * kGroupThreads);
-  const int chunks = static_cast<int>(p.num_tokens) * chunks_per_row;
-  const T* y = static_cast<const T*>(k.y);
-  uint32_t local = local_pairs(p, tile.index / chunks_per_row);  // while y is being finished
-  if (thread == 0) {
-    wait_for_count(k.counters + kAllYCounter, block.plan.items * block.plan.down_blocks);
-  }
-  ptx::named_barrier(1 + group, kGroupThreads);
-  for (int chunk = tile.index; chunk < chunks; chunk += block.plan.sums) {
-    const int token = chunk / chunks_per_row;
-    const int column = (chunk % chunks_per_row * kGroupThreads + thread) * 8;
-    if (chunk != tile.index) local = local_pairs(p, token);
-    if (column >= hidden) continue;
-    float sum[8] = {};
-#pragma unroll 8
-    for (int j = 0; j < p.top_k; j++) {
-      if ((local >> j & 1) == 0) continue;
-      const float w = p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
-      const uint4 row = ptx::load_cg_16(y + int64_t{token * p.top_k + j} * hidden + column);
-      const uint32_t words[4] = {row.x, row.y, row.z, row.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2 v = ptx::unpack2<T>(words[i]);
-        sum[2 * i] += w * v.x;
-        sum[2 * i + 1] += w * v.y;
-      }
-    }
-    const float scale = p.routed_scaling_factor;
-    uint4 out;
-    out.x = ptx::pack2<T>(scale * sum[0], scale * sum[1]);
-    out.y = ptx::pack2<T>(scale * sum[2], scale * sum[3]);
-    out.z = ptx::pack2<T>(scale * sum[4], scale * sum[5]);
-    out.w = ptx::pack2<T>(scale * sum[6], scale * sum[7]);
-    *reinterpret_cast<uint4*>(static_cast<T*>(p.out_ptr) + int64_t{token} * p.out_stride + column) =
-        out;
-  }
 }
 
 }  // namespace moelora::fused_decode

@@ -45,6 +45,9 @@ struct Tiles {
   static constexpr int kDownColumns = kConfig.down_columns;
   static constexpr int kMaxTokens = kConfig.max_tokens;
   static constexpr bool kDirect = kConfig.direct;
+  // An expand stage of a direct tile holds several chunks of 32 ranks, of one segment each.
+  static constexpr int kDirectChunks = kDownColumns / kExpandColumns;
+  static constexpr int kDirectChunkBytes = kDownRows * kExpandColumns * 2;
   static constexpr int max2(int a, int b) { return a > b ? a : b; }
   static constexpr int kWeightBytes =
       2 * max2(kGateUpRows * kGateUpColumns, kDownRows* kDownColumns);
@@ -75,6 +78,7 @@ struct Tiles {
   static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");
   static_assert(kMaxTokens * kExpandPitch <= kTokenBytes, "rank vectors fit a stage");
   static_assert(kShrinkRows * 64 * 2 <= kWeightBytes, "a shrink stage fits");
+  static_assert(!kDirect || kDownRows == 16, "one fragment of rows a direct tile");
 };
 
 // Experts that one direct down tile adds up: about 96 KB of weights, so that tiles are neither the
@@ -113,7 +117,8 @@ struct SharedLayout {
 };
 
 constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
-constexpr int kMaxSharedBytes = 232448;
+// What a block can have, less what the next call's first kernel takes to wait beside this one.
+constexpr int kMaxSharedBytes = 232448 - 1024;
 
 template <class C>
 constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
@@ -154,10 +159,11 @@ struct Workspace {
   int32_t num_counters, max_items, max_segments;
 };
 
-// Counters: [0] next ticket, [1] gate_up tiles done, [2] down tiles done; then by item: gate_up
-// tiles done; by segment: gate_up shrink tiles done; by segment: down shrink tiles done; by row
-// block: direct tiles done.
-constexpr int kTicketCounter = 0, kAllZCounter = 1, kAllYCounter = 2, kItemCounters = 3;
+// Counters: [0] next ticket; in all, [1] gate_up, [2] gate_up shrink, [3] down shrink tiles done;
+// then by item: gate_up tiles done; by segment: gate_up shrink tiles done; by segment: down shrink
+// tiles done; by row block: direct tiles done.
+constexpr int kTicketCounter = 0, kAllZCounter = 1, kAllGateUpVCounter = 2, kAllDownVCounter = 3,
+              kItemCounters = 4;
 
 inline bool has_gate_up_lora(const FusedDecodeParams& p) {
   return p.slots.num_slots > 0 && p.gate_up_a.ptr != nullptr && p.gate_up_b.ptr != nullptr;

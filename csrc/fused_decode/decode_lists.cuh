@@ -42,6 +42,14 @@ __device__ __forceinline__ uint32_t local_expert(const FusedDecodeParams& p, int
          static_cast<uint32_t>(p.expert_offset);
 }
 
+// Rank rows that one shrink tile covers, and the tiles of a rank.
+__device__ __forceinline__ int shrink_ranks(const FusedDecodeParams& p, bool gate_up) {
+  return gate_up ? kShrinkRows / p.gate_up_a_components : kShrinkRows;
+}
+__device__ __forceinline__ int shrink_tiles(const FusedDecodeParams& p, int rank, bool gate_up) {
+  return (rank + shrink_ranks(p, gate_up) - 1) / shrink_ranks(p, gate_up);
+}
+
 struct Lists {
   uint32_t* entries;         // [local pairs] by expert
   uint32_t* items;           // packed
@@ -49,11 +57,6 @@ struct Lists {
   Segment* segments;
   DirectItem* direct_items;  // [items], where down tiles are direct
 };
-struct ListSizes {
-  int items, segments;
-  int gate_up_rank, down_rank;  // the largest of the slots present
-};
-
 struct Scratch {
   int *counts, *bases;    // [experts rounded up to 128]
   uint32_t* keys;         // [P] unsorted entries
@@ -133,10 +136,18 @@ __device__ __forceinline__ void for_each_run(const uint32_t* entries, const Item
   }
 }
 
-// Segments of all items, whose entries are sorted. `shared` holds three zeroed ints.
+// Numbers that all threads of a block need of the lists, in shared memory, zeroed before.
+struct ListTotals {
+  int segments;
+  int gate_up_rank, down_rank;  // the largest of the slots present
+  int items;
+  int gate_up_shrinks, down_shrinks;  // shrink tiles
+};
+
+// Segments of all items, whose entries are sorted.
 __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const Lists& lists,
                                                int num_items, int gate_up_rank, int down_rank,
-                                               int* shared, int tid) {
+                                               ListTotals& totals, int tid) {
   for (int i = tid; i < num_items; i += kThreads) {
     int runs = 0;
     for_each_run(lists.entries, unpack_item(lists.items[i]), [&](uint32_t, int, int) { runs++; });
@@ -154,7 +165,7 @@ __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const
     }
     if (tid == 0) {
       lists.first_segments[num_items] = static_cast<uint16_t>(before);
-      shared[0] = before;
+      totals.segments = before;
     }
   }
   __syncthreads();
@@ -171,26 +182,27 @@ __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const
               static_cast<uint8_t>(p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank));
           segment.down_rank = static_cast<uint8_t>(p.slots.rank(slot, LoraPart::kDown, down_rank));
           lists.segments[at++] = segment;
-          atomicMax(shared + 1, int{segment.gate_up_rank});
-          atomicMax(shared + 2, int{segment.down_rank});
+          atomicMax(&totals.gate_up_rank, int{segment.gate_up_rank});
+          atomicMax(&totals.down_rank, int{segment.down_rank});
+          atomicAdd(&totals.gate_up_shrinks, shrink_tiles(p, segment.gate_up_rank, true));
+          atomicAdd(&totals.down_shrinks, shrink_tiles(p, segment.down_rank, false));
         });
   }
 }
 
 // Direct tiles have one column a token, so a repeated id must count once, with its weights added
-// up: drops the later pairs. s.experts holds the expert of each pair (none: 0xffff).
-__device__ __forceinline__ int merge_repeats(const FusedDecodeParams& p, const Scratch& s, int pair,
-                                             int expert) {
-  const int row = pair / p.top_k;
+// up into `weight`: drops the later pairs. s.experts holds the expert of each pair (none: 0xffff),
+// s.weights its weight.
+__device__ __forceinline__ int merge_repeats(const Scratch& s, int top_k, int pair, int expert,
+                                             float& weight) {
+  const int first = pair / top_k * top_k;
   bool repeat = false;
-  float weight = 0.0f;
-  for (int column = 0; column < p.top_k; column++) {
-    const int other = row * p.top_k + column;
+  weight = 0.0f;
+  for (int other = first; other < first + top_k; other++) {
     if (s.experts[other] != expert) continue;
     repeat |= other < pair;
-    weight += p.weight_on_input ? 1.0f : matrix_element(p.weights, row, column);
+    weight += s.weights[other];
   }
-  s.weights[pair] = weight;
   return repeat ? -1 : expert;
 }
 __device__ __forceinline__ void build_direct_items(const FusedDecodeParams& p, const Lists& lists,
@@ -210,11 +222,11 @@ __device__ __forceinline__ void build_direct_items(const FusedDecodeParams& p, c
   }
 }
 
-// All threads of the block. gate_up_rank and down_rank: R1 and R2, 0 for an absent part.
-// `shared` holds four zeroed ints; a block barrier must follow before they and the lists are read.
+// All threads of the block. gate_up_rank and down_rank: R1 and R2, 0 for an absent part. A block
+// barrier must follow before the lists and their totals are read.
 template <int kMaxTokens, bool kDirect>
 __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint8_t* scratch,
-                            int gate_up_rank, int down_rank, int* shared, int tid) {
+                            int gate_up_rank, int down_rank, ListTotals& totals, int tid) {
   constexpr int kRounds = ((kDirect ? 8 * kMaxTopK : kMaxPairs) + kThreads - 1) / kThreads;
   const int num_pairs = static_cast<int>(p.num_tokens) * p.top_k;
   const int num_tokens = static_cast<int>(p.num_tokens);
@@ -223,6 +235,10 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
 
   // Count pairs by expert; the order inside a list is settled below, where it matters.
   int expert[kRounds], place[kRounds];
+  float weight = 1.0f;
+  if (kDirect && tid < num_pairs && !p.weight_on_input) {
+    weight = matrix_element(p.weights, tid / p.top_k, tid % p.top_k);
+  }
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
     const int pair = tid + q * kThreads;
@@ -234,7 +250,8 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     }
   }
   if (has_lora) {
-    for (int t = tid; t < num_tokens; t += kThreads) {
+    // From the last warp on, beside the first warps' ids: two latencies at once.
+    for (int t = kThreads - 1 - tid; t < num_tokens; t += kThreads) {
       int slot = p.slots(t);
       if (slot >= 0 && p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank) == 0 &&
           p.slots.rank(slot, LoraPart::kDown, down_rank) == 0) {
@@ -245,15 +262,19 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
   }
   if constexpr (kDirect) {
     static_assert(kRounds == 1, "every pair has a thread");
-    if (tid < num_pairs) s.experts[tid] = static_cast<uint16_t>(expert[0]);
+    if (tid < num_pairs) {
+      s.experts[tid] = static_cast<uint16_t>(expert[0]);
+      s.weights[tid] = weight;
+    }
     __syncthreads();
-    if (expert[0] >= 0) expert[0] = merge_repeats(p, s, tid, expert[0]);
+    if (expert[0] >= 0) expert[0] = merge_repeats(s, p.top_k, tid, expert[0], weight);
   }
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
     if (expert[q] >= 0) place[q] = atomicAdd(s.counts + expert[q], 1);
   }
   __syncthreads();
+  if (kDirect && tid < num_pairs) s.weights[tid] = weight;  // read after the next barriers
 
   // All blocks must agree on which pairs the items of a cut list hold, and segments need their
   // slots together: such lists are sorted.
@@ -266,7 +287,7 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
   for (int e = tid; e < p.num_local_experts; e += kThreads) cuts |= s.counts[e] > kMaxTokens;
   if (tid < 32) {
     const int items = place_experts<kMaxTokens>(s, lists.items, p.num_local_experts, tid);
-    if (tid == 0) shared[3] = items;
+    if (tid == 0) totals.items = items;
   }
   const bool mixed = __syncthreads_or(mixes);
   const bool sorts = __syncthreads_or(mixes || cuts);
@@ -281,7 +302,7 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     if (sorts) s.experts[at] = static_cast<uint16_t>(expert[q]);
   }
   __syncthreads();
-  const int num_items = shared[3];
+  const int num_items = totals.items;
   if (sorts && num_items > 0) {
     const Item last = unpack_item(lists.items[num_items - 1]);
     for (int at = tid; at < last.start + last.count; at += kThreads) {
@@ -297,7 +318,7 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     __syncthreads();
   }
   if constexpr (kDirect) build_direct_items(p, lists, s, num_items, tid);
-  if (has_lora) build_segments(p, lists, num_items, gate_up_rank, down_rank, shared, tid);
+  if (has_lora) build_segments(p, lists, num_items, gate_up_rank, down_rank, totals, tid);
 }
 
 }  // namespace moelora::fused_decode

@@ -121,6 +121,20 @@ struct TileSums {
     }
   }
 
+  // B v of one chunk of a direct expand stage for all tokens, by one warp alone.
+  __device__ __forceinline__ void add_expand_chunk(uint32_t weights, uint32_t tokens, int ranks) {
+    const int row = lane & 15;
+#pragma unroll
+    for (int k = 0; k < kExpandColumns; k += 16) {
+      if (k >= ranks) break;
+      uint32_t b[kBlocks][2], a[4];
+      load_tokens<kPitch>(b, tokens, k);
+      ptx::ldmatrix_x4(a, weights + row * 64 + ((k / 8 + (lane >> 4)) ^ (row >> 1 & 3)) * 16);
+      mask_ranks(a, ranks - k);
+      ptx::mma_m16n8k16<T>(sums[0][0], a, b[0][0], b[0][1]);
+    }
+  }
+
   // Zeros the elements of an A fragment from column `ranks` on.
   __device__ __forceinline__ void mask_ranks(uint32_t (&a)[4], int ranks) const {
     if (ranks >= 16) return;

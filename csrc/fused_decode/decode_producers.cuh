@@ -23,7 +23,7 @@ class WeightStream {
       const bool gate_up = is_gate_up(tile.kind);
       if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
-        const int first_rank = tile.block * shrink_ranks(k, gate_up);
+        const int first_rank = tile.block * shrink_ranks(k.p, gate_up);
         if (first_rank < rank_of(segment, gate_up)) {
           block.queue.push(n++, tile, at);
           shrink(segment, first_rank, gate_up);
@@ -35,13 +35,13 @@ class WeightStream {
           const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
           stages_before_ticket = max((end - first) * stages - 3, 0);
           for (int i = first; i < end; i++) down(block.item(i).expert, tile.block);
-          for (int i = first; i < end; i++) expands(i, tile.block, false);
+          direct_expands(tile);
         } else if (gate_up) {
           const int stages = ceil_div_int(int(k.p.hidden_size), C::kGateUpColumns);
           stages_before_ticket = max(stages - 3, 0);
           gate_up_rows(block.item(tile.index).expert, tile.block);
           expands(tile.index, tile.block, true);
-        } else if (tile.kind == TileKind::kDown) {
+        } else {
           const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
           stages_before_ticket = max(stages - 3, 0);
           down(block.item(tile.index).expert, tile.block);
@@ -153,6 +153,26 @@ class WeightStream {
       }
     }
   }
+  // B of every segment of a direct tile's items, kDirectChunks chunks of 32 ranks a stage.
+  __device__ __forceinline__ void direct_expands(const Tile& tile) {
+    const int first = block.first_piece_segment(tile), end = block.end_piece_segment(tile);
+    int chunks = 0, chunk = 0;
+    for (int i = first; i < end; i++) {
+      chunks += ceil_div_int(block.lists.segments[i].down_rank, kExpandColumns);
+    }
+    for (int i = first; i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      const int expert = k.p.down_b.shared_outer ? 0 : block.item(segment.item).expert;
+      for (int r = 0; r < segment.down_rank; r += kExpandColumns) {
+        const int place = chunk % C::kDirectChunks;
+        if (place == 0) begin_stage(min(chunks - chunk, C::kDirectChunks) * C::kDirectChunkBytes);
+        ptx::tma_load_4d(dst + place * C::kDirectChunkBytes, &maps.down_b, full, r,
+                         tile.block * C::kDownRows, expert, segment.slot, policy);
+        chunk++;
+        if (place == C::kDirectChunks - 1 || chunk == chunks) end_stage();
+      }
+    }
+  }
 };
 
 // One warp. Gathers rows of x, z and the rank vectors, after waiting for what other tiles make of
@@ -172,8 +192,6 @@ class TokenStream {
       switch (tile.kind) {
         case TileKind::kEnd:
           return;
-        case TileKind::kSum:  // reads y by itself
-          break;
         case TileKind::kGateUpShrink:
         case TileKind::kDownShrink:
           shrink(block.lists.segments[tile.index], is_gate_up(tile.kind));
@@ -188,7 +206,7 @@ class TokenStream {
           break;
         case TileKind::kDirectDown:
           for (int i = block.first_item(tile); i < block.end_item(tile); i++) down(i);
-          for (int i = block.first_item(tile); i < block.end_item(tile); i++) expands(i, false);
+          direct_expands(tile);
           break;
       }
     }
@@ -199,18 +217,37 @@ class TokenStream {
   const Block<C>& block;
   const int lane;
   RingCursor at = {0, 0};
-  bool all_z = false;
+  // Once all tiles of a kind are known to be done, their counters need no more looks.
+  bool all_z = false, all_gate_up_v = false, all_down_v = false;
 
   __device__ __forceinline__ uint32_t token_of(uint32_t entry) const {
     return static_cast<uint32_t>(pair_of(entry)) / static_cast<uint32_t>(k.p.top_k);
   }
+  // Waits until `counter` is at `count`, or the counter of all such tiles at `total`.
+  __device__ __forceinline__ void wait_for_tiles(bool& all_done, const uint32_t* all_counter,
+                                                 int total, const uint32_t* counter, int count) {
+    if (all_done) return;
+    const auto reached = [](const uint32_t* at, int value) {
+      return ptx::load_acquire(at) >= static_cast<uint32_t>(value);
+    };
+    all_done = reached(all_counter, total);
+    while (!all_done && !reached(counter, count)) {
+    }
+    all_done = __all_sync(~0u, all_done);
+  }
   __device__ __forceinline__ void wait_for_z(int item_index) {
-    if (all_z) return;
-    // One look at the total spares the look at each item once the first phase is over.
-    const uint32_t total = block.plan.items * block.plan.gate_up_blocks;
-    all_z = ptx::load_acquire(k.counters + kAllZCounter) >= total;
-    if (!all_z) wait_for_count(k.z_ready + item_index, block.plan.gate_up_blocks);
-    all_z = __all_sync(~0u, all_z);
+    wait_for_tiles(all_z, k.counters + kAllZCounter, block.plan.items * block.plan.gate_up_blocks,
+                   k.z_ready + item_index, block.plan.gate_up_blocks);
+  }
+  // The rank vectors of one segment.
+  __device__ __forceinline__ void wait_for_v(int segment_index, int rank, bool gate_up) {
+    if (gate_up) {
+      wait_for_tiles(all_gate_up_v, k.counters + kAllGateUpVCounter, block.plan.gate_up_shrinks,
+                     k.gate_up_v_ready + segment_index, shrink_tiles(k.p, rank, true));
+    } else {
+      wait_for_tiles(all_down_v, k.counters + kAllDownVCounter, block.plan.down_shrinks,
+                     k.down_v_ready + segment_index, shrink_tiles(k.p, rank, false));
+    }
   }
 
   // `count` rows (at most kMaxRows) of `columns` values, kColumns a stage, zeros beyond the last
@@ -289,6 +326,37 @@ class TokenStream {
         [&](int n) { return pair_of(entries[n]) * stride; },
         [&](int n) { return C::kDirect ? int(token_of(entries[n])) : n; });
   }
+  // The rank vectors of every segment of a direct tile's items, 32 ranks side by side for each
+  // chunk; rows are tokens.
+  __device__ __forceinline__ void direct_expands(const Tile& tile) {
+    const T* v = static_cast<const T*>(k.down_v);
+    const int row = lane / 4, column = lane % 4 * 8;
+    const int end = block.end_piece_segment(tile);
+    int chunk = 0;  // of the stage
+    for (int i = block.first_piece_segment(tile); i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
+      const int rank = segment.down_rank;
+      if (rank == 0) continue;
+      wait_for_v(i, rank, false);
+      for (int first = 0; first < rank; first += kExpandColumns) {
+        if (chunk == 0) block.ring.wait_empty(at);
+        const int n = segment.begin + row;
+        if (row < segment.count && first + column < (rank + 15) / 16 * 16) {
+          const int pair = pair_of(entries[n]);
+          ptx::cp_async_16(block.ring.tokens + at.stage * C::kTokenBytes +
+                               int(token_of(entries[n])) * token_pitch(C::kDownColumns) +
+                               (chunk * kExpandColumns + column) * 2,
+                           v + pair * k.down_v_ranks + first + column, 16);
+        }
+        if (++chunk == C::kDirectChunks) {
+          end_stage();
+          chunk = 0;
+        }
+      }
+    }
+    if (chunk > 0) end_stage();
+  }
   // The rank vectors of every segment of an item into its rows of the expand stages: gate's ranks,
   // then (gate_up) up's. Ranks beyond the slot's, up to the next multiple of 16, are zeros in
   // memory.
@@ -303,8 +371,7 @@ class TokenStream {
       const Segment segment = block.lists.segments[i];
       const int rank = rank_of(segment, gate_up);
       if (rank == 0) continue;
-      wait_for_count((gate_up ? k.gate_up_v_ready : k.down_v_ready) + i,
-                     ceil_div_int(rank, shrink_ranks(k, gate_up)));
+      wait_for_v(i, rank, gate_up);
       for (int first = 0; first < rank; first += kExpandColumns) {
         const int width = min((rank - first + 15) / 16 * 16, kExpandColumns);
         const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes +
@@ -313,8 +380,7 @@ class TokenStream {
         if (component < components && chunk * 8 < width) {
           for (int n = segment.begin + row; n < segment.begin + segment.count; n += 4) {
             const int pair = pair_of(entries[n]);
-            const int stage_row = C::kDirect && !gate_up ? int(token_of(entries[n])) : n;
-            ptx::cp_async_16(dst + stage_row * kExpandPitch,
+            ptx::cp_async_16(dst + n * kExpandPitch,
                              v + (pair * components + component) * v_ranks + first + chunk * 8, 16);
           }
         }

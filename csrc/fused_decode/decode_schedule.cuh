@@ -13,7 +13,6 @@ enum class TileKind : int {
   kDownShrink,    // 32 rows of A z for one segment
   kDown,          // rows of W2 z (+ B A z) for one item
   kDirectDown,  // instead of kDown: weighted rows of a piece (a range of items), one column a token
-  kSum,         // after kDown: a share of the weighted sums of y over a token's pairs
   kEnd,
 };
 __device__ __forceinline__ bool is_shrink(TileKind kind) {
@@ -25,7 +24,7 @@ __device__ __forceinline__ bool is_gate_up(TileKind kind) {
 
 struct Tile {
   TileKind kind;
-  int index;  // item; segment of a shrink; piece of a direct tile; number of a sum
+  int index;  // item; segment of a shrink; piece of a direct tile
   int block;  // of rows
 };
 
@@ -33,9 +32,9 @@ template <bool kDirect>
 struct Plan {
   int items, segments;
   int gate_up_blocks, down_blocks;                // row blocks an item, or a piece
-  int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks a segment
+  int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks of the segment with the most
+  int gate_up_shrinks, down_shrinks;              // shrink tiles of all segments
   int pieces, items_per_piece;                    // of direct tiles
-  int sums;                                       // sum tiles, where down tiles are not direct
 
   __device__ __forceinline__ Tile tile(int ticket) const {
     if (ticket < gate_up_shrink_blocks * segments) {
@@ -54,8 +53,6 @@ struct Plan {
       return {kDirect ? TileKind::kDirectDown : TileKind::kDown, ticket / down_blocks,
               ticket % down_blocks};
     }
-    ticket -= (kDirect ? pieces : items) * down_blocks;
-    if (!kDirect && ticket < sums) return {TileKind::kSum, ticket, 0};
     return {TileKind::kEnd, 0, 0};
   }
 };
@@ -166,18 +163,17 @@ struct Block {
   __device__ __forceinline__ int end_item(const Tile& piece) const {
     return min(first_item(piece) + plan.items_per_piece, plan.items);
   }
+  // The segments of all its items.
+  __device__ __forceinline__ int first_piece_segment(const Tile& piece) const {
+    return first_segment(first_item(piece));
+  }
+  __device__ __forceinline__ int end_piece_segment(const Tile& piece) const {
+    return first_segment(end_item(piece));
+  }
 };
 
-__device__ __forceinline__ void wait_for_count(const uint32_t* counter, int count) {
-  while (ptx::load_acquire(counter) < static_cast<uint32_t>(count)) {
-  }
-}
 __device__ __forceinline__ int rank_of(const Segment& segment, bool gate_up) {
   return gate_up ? segment.gate_up_rank : segment.down_rank;
-}
-// Rank rows that one shrink tile covers.
-__device__ __forceinline__ int shrink_ranks(const KernelParams& k, bool gate_up) {
-  return gate_up ? kShrinkRows / k.p.gate_up_a_components : kShrinkRows;
 }
 // Calls body with the number of 8-token blocks as a compile-time constant.
 template <int kValue>

@@ -1,4 +1,5 @@
-// The fused decode kernel: its consumers, and the block that puts the roles together.
+// The fused decode kernel (its consumers, the block that puts the roles together), and the weighted
+// sum over a token's pairs.
 #pragma once
 
 #include "decode_epilogue.cuh"
@@ -31,16 +32,14 @@ class Consumer {
         finish_reading(n);
         store_direct<C, T>(k, block, sums, tile, group, thread);
         group_barrier();
-      } else if (tile.kind == TileKind::kSum) {
-        finish_reading(n);
-        store_sums<C, T>(k, block, tile, group, thread);
       } else if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
         multiply_shrink(segment, gate_up);
         finish_reading(n);
         store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment,
                                  block.lists.entries + block.item(segment.item).start, thread);
-        publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index, nullptr);
+        publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index,
+                k.counters + (gate_up ? kAllGateUpVCounter : kAllDownVCounter));
       } else {
         const Item item = block.item(tile.index);
         const uint32_t* entries = block.lists.entries + item.start;
@@ -51,7 +50,7 @@ class Consumer {
           publish(k.z_ready + tile.index, k.counters + kAllZCounter);
         } else {
           store_y<C, T>(k, sums, tile.block, item, entries, thread);
-          publish(k.counters + kAllYCounter, nullptr);
+          group_barrier();
         }
       }
     }
@@ -73,12 +72,12 @@ class Consumer {
     if (thread == 0) block.queue.release(n);
   }
   // The group's stores come before the counters for whoever acquires them; and its sums are read.
-  __device__ __forceinline__ void publish(uint32_t* counter, uint32_t* second) const {
+  __device__ __forceinline__ void publish(uint32_t* counter, uint32_t* total) const {
     group_barrier();
     if (thread == 0) {
       __threadfence();
       atomicAdd(counter, 1u);
-      if (second != nullptr) atomicAdd(second, 1u);
+      atomicAdd(total, 1u);
     }
   }
 
@@ -138,6 +137,41 @@ class Consumer {
       }
     });
   }
+  // B v of every segment of a piece; the warps take alternate chunks of a stage.
+  template <class Sums>
+  __device__ __forceinline__ void add_direct_expands(Sums& totals, const Tile& tile) {
+    const int end = block.end_piece_segment(tile);
+    int chunk = 0;  // of the stage
+    const auto end_stage = [&] {
+      block.ring.release(at, lane);
+      at.advance(block.ring.stages);
+      chunk = 0;
+    };
+    for (int i = block.first_piece_segment(tile); i < end; i++) {
+      const Segment segment = block.lists.segments[i];
+      for (int ranks = segment.down_rank; ranks > 0; ranks -= kExpandColumns) {
+        if (chunk == 0) block.ring.wait_full(at);
+        if (chunk % kGroupWarps == warp) {
+          Sums products(warp, lane);
+          products.add_expand_chunk(
+              block.ring.weights + at.stage * C::kWeightBytes + chunk * C::kDirectChunkBytes,
+              block.ring.tokens + at.stage * C::kTokenBytes + chunk * (kExpandColumns * 2), ranks);
+          add_weighted(totals.sums[0][0], products.sums[0][0],
+                       block.lists.direct_items[segment.item].weights, token_mask(segment), lane);
+        }
+        if (++chunk == C::kDirectChunks) end_stage();
+      }
+    }
+    if (chunk > 0) end_stage();
+  }
+  __device__ __forceinline__ uint32_t token_mask(const Segment& segment) const {
+    const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
+    uint32_t mask = 0;
+    for (int n = segment.begin; n < segment.begin + segment.count; n++) {
+      mask |= 1u << pair_of(entries[n]) / k.p.top_k;
+    }
+    return mask;
+  }
   // All items of a piece; the rows of a stage are tokens.
   __device__ __forceinline__ void multiply_direct(const Tile& tile) {
     using Sums = TileSums<C, T, C::kDownRows, C::kDownColumns, 1>;
@@ -149,26 +183,7 @@ class Consumer {
       add_weighted(totals.sums[0][0], tile_sums.sums[0][0], direct.weights, direct.token_mask,
                    lane);
     }
-    for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
-      const uint32_t* entries = block.lists.entries + block.item(i).start;
-      const int end = block.end_segment(i);
-      for (int s = block.first_segment(i); s < end; s++) {
-        const Segment segment = block.lists.segments[s];
-        if (segment.down_rank == 0) continue;
-        uint32_t mask = 0;
-        for (int n = segment.begin; n < segment.begin + segment.count; n++) {
-          mask |= 1u << pair_of(entries[n]) / k.p.top_k;
-        }
-        Sums tile_sums(warp, lane);
-        for (int ranks = segment.down_rank; ranks > 0; ranks -= kExpandColumns) {
-          with_stage([&](uint32_t weights, uint32_t tokens) {
-            tile_sums.template add_expand<false>(weights, tokens, ranks, mask, false);
-          });
-        }
-        add_weighted(totals.sums[0][0], tile_sums.sums[0][0], block.lists.direct_items[i].weights,
-                     mask, lane);
-      }
-    }
+    add_direct_expands(totals, tile);
     totals.store(sums);
   }
 };
@@ -185,8 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Barriers: stages, queue, then the queue's entries and the scalars.
   constexpr int kQueueAt = kMaxStages * 16, kEntriesAt = kQueueAt + kQueueEntries * 16,
                 kScalarsAt = kEntriesAt + kQueueEntries * 16;
-  static_assert(kScalarsAt + 4 * 4 <= kBarrierBytes, "the barrier page holds it all");
-  int* scalars = reinterpret_cast<int*>(shared + kScalarsAt);
+  static_assert(kScalarsAt + sizeof(ListTotals) <= kBarrierBytes, "the barrier page holds it all");
+  ListTotals& totals = *reinterpret_cast<ListTotals*>(shared + kScalarsAt);
   const uint32_t base = ptx::shared_address(shared);
   if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
 
@@ -211,10 +226,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&maps.w13);
     ptx::prefetch_tensor_map(&maps.w2);
+    if (k.gate_up_rank > 0) {
+      ptx::prefetch_tensor_map(&maps.gate_up_a);
+      ptx::prefetch_tensor_map(&maps.gate_up_b);
+    }
+    if (k.down_rank > 0) {
+      ptx::prefetch_tensor_map(&maps.down_a);
+      ptx::prefetch_tensor_map(&maps.down_b);
+    }
   }
   // The lists' scratch lies over the ring, which is still idle.
   uint8_t* scratch = shared + k.shared.weights;
-  if (tid < 4) scalars[tid] = 0;
+  if (tid == 0) totals = {};
   int* counts = carve_scratch(scratch, 0, k.p.num_local_experts).counts;
   for (int i = tid; i < ceil_div_int(k.p.num_local_experts, 128) * 128; i += kThreads) {
     counts[i] = 0;
@@ -229,18 +252,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
   }
   build_lists<C::kMaxTokens, C::kDirect>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank,
-                                         scalars, tid);
+                                         totals, tid);
   ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
   __syncthreads();
   const int hidden = static_cast<int>(k.p.hidden_size);
   const int inter = static_cast<int>(k.p.intermediate_size);
-  const int items = scalars[3];
+  const int items = totals.items;
   block.plan.items = items;
-  block.plan.segments = scalars[0];
+  block.plan.segments = totals.segments;
   block.plan.gate_up_blocks = ceil_div_int(inter, C::kGateUpRows / 2);
   block.plan.down_blocks = ceil_div_int(hidden, C::kDownRows);
-  block.plan.gate_up_shrink_blocks = ceil_div_int(scalars[1], shrink_ranks(k, true));
-  block.plan.down_shrink_blocks = ceil_div_int(scalars[2], shrink_ranks(k, false));
+  block.plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true);
+  block.plan.down_shrink_blocks = shrink_tiles(k.p, totals.down_rank, false);
+  block.plan.gate_up_shrinks = totals.gate_up_shrinks;
+  block.plan.down_shrinks = totals.down_shrinks;
   block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
   block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
   // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of the
@@ -249,10 +274,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     block.plan.pieces = 1;
     block.plan.items_per_piece = items;
   }
-
-  // One share of the final sums for each group of the GPU.
-  block.plan.sums = min(static_cast<int>(gridDim.x) * kConsumerGroups,
-                        static_cast<int>(k.p.num_tokens) * ceil_div_int(hidden, 8 * kGroupThreads));
 
   if (warp == kWeightWarp) {
     if (lane == 0) WeightStream<C>(k, maps, block).run(ticket);
@@ -263,6 +284,42 @@ __global__ void __launch_bounds__(kThreads, 1)
     float* sums = reinterpret_cast<float*>(shared + k.shared.sums + group * C::kSumBytes);
     Consumer<C, T>(k, block, sums, group, tid - group * kGroupThreads).run();
   }
+}
+
+// out[t] = routed_scaling_factor * sum of w y over the token's local pairs, in order; 8 columns a
+// thread.
+template <class T>
+__global__ void __launch_bounds__(256) weighted_sum_kernel(const __grid_constant__ KernelParams k) {
+  ptx::launch_dependents();
+  ptx::wait_for_previous_kernel();
+  const FusedDecodeParams& p = k.p;
+  const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
+  if (column >= p.hidden_size) return;
+  const int token = blockIdx.y;
+  float sum[8] = {};
+#pragma unroll 8
+  for (int j = 0; j < p.top_k; j++) {
+    if (local_expert(p, token, j) >= static_cast<uint32_t>(p.num_local_experts)) continue;
+    const float w = p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
+    const int pair = token * p.top_k + j;
+    const uint4 y =
+        ptx::load_cg_16(static_cast<const T*>(k.y) + int64_t{pair} * p.hidden_size + column);
+    const uint32_t words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 v = ptx::unpack2<T>(words[i]);
+      sum[2 * i] += w * v.x;
+      sum[2 * i + 1] += w * v.y;
+    }
+  }
+  const float scale = p.routed_scaling_factor;
+  uint4 out;
+  out.x = ptx::pack2<T>(scale * sum[0], scale * sum[1]);
+  out.y = ptx::pack2<T>(scale * sum[2], scale * sum[3]);
+  out.z = ptx::pack2<T>(scale * sum[4], scale * sum[5]);
+  out.w = ptx::pack2<T>(scale * sum[6], scale * sum[7]);
+  *reinterpret_cast<uint4*>(static_cast<T*>(p.out_ptr) + int64_t{token} * p.out_stride + column) =
+      out;
 }
 
 }  // namespace moelora::fused_decode

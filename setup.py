@@ -2,7 +2,8 @@
 
 Environment: TORCH_CUDA_ARCH_LIST (default "9.0a;10.0a;10.3a"), MOELORA_CUDA (0: CPU only; 1: nvcc is required),
 MOELORA_CUTLASS_DIR (a CUTLASS checkout), MAX_JOBS (parallel compilations), MOELORA_PREBUILT_DIR (a folder with
-libmoelora.so and _build_info.json of an earlier build: only moelora._C is compiled, for another Python version).
+libmoelora.so and _build_info.json of an earlier build: only moelora._C is compiled, for another Python version, and
+torch is not needed).
 """
 
 import hashlib
@@ -68,9 +69,29 @@ def cuda_version(nvcc: str) -> str:
     return re.search(r"release ([\d.]+)", subprocess.check_output([nvcc, "--version"], text=True)).group(1)
 
 
+def wanted_archs() -> list[str]:
+    """Of TORCH_CUDA_ARCH_LIST, whatever separates them; cmake refuses those that there are no kernels for."""
+    return [arch for arch in re.split(r"[;, ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)) if arch]
+
+
 def prebuilt_info() -> dict | None:
+    """What is known of the ops library in MOELORA_PREBUILT_DIR, which must be of these very sources."""
     folder = os.environ.get("MOELORA_PREBUILT_DIR")
-    return json.loads((Path(folder) / "_build_info.json").read_text()) if folder else None
+    if not folder:
+        return None
+    path = Path(folder) / "_build_info.json"
+    if not path.exists() or not path.with_name("libmoelora.so").exists():
+        sys.exit(f"moelora: no _build_info.json and libmoelora.so in MOELORA_PREBUILT_DIR={folder}")
+    info = json.loads(path.read_text())
+    if info["source_hash"] != source_hash(ROOT):
+        sys.exit(f"moelora: the library in MOELORA_PREBUILT_DIR={folder} was built from other sources than these")
+    return info
+
+
+def run_cmake(arguments: list[str]) -> None:
+    # cmake and the compilers have said what is wrong; a traceback of this script would only hide it.
+    if subprocess.run(["cmake", *arguments]).returncode != 0:
+        sys.exit("moelora: the build failed, the reason is above")
 
 
 def version() -> str:
@@ -105,30 +126,32 @@ class CMakeBuild(build_ext):
 
     def run(self):
         output = self.output_dir()
-        output.mkdir(parents=True, exist_ok=True)
-        prebuilt = os.environ.get("MOELORA_PREBUILT_DIR")
-        build = ROOT / "build" / ("cmake_module" if prebuilt else "cmake")
+        prebuilt = prebuilt_info()
+        # A folder for each Python: what cmake finds of one must not be used for another.
+        build = ROOT / "build" / (f"cmake_module_{sys.implementation.cache_tag}" if prebuilt else "cmake")
         nvcc = None if prebuilt else wanted_nvcc()
-        archs = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
-        torch = torch_dir()
+        archs = wanted_archs()
+        torch = None if prebuilt else torch_dir()
+        output.mkdir(parents=True, exist_ok=True)
         configure = [
-            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-            f"-DMOELORA_TORCH_DIR={torch}", f"-DMOELORA_OUTPUT_DIR={output}",
-            f"-DMOELORA_CUDA={'ON' if nvcc else 'OFF'}", f"-DMOELORA_OPS_LIBRARY={'OFF' if prebuilt else 'ON'}",
-            f"-DPython3_EXECUTABLE={sys.executable}",
+            "-S", str(ROOT), "-B", str(build), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+            f"-DMOELORA_OUTPUT_DIR={output}", f"-DPython3_EXECUTABLE={sys.executable}",
+            f"-DMOELORA_OPS_LIBRARY={'OFF' if prebuilt else 'ON'}", f"-DMOELORA_CUDA={'ON' if nvcc else 'OFF'}",
         ]  # fmt: skip
+        if torch:
+            configure.append(f"-DMOELORA_TORCH_DIR={torch}")
         if nvcc:
-            configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DMOELORA_ARCHS={archs}"]
+            configure += [f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DMOELORA_ARCHS={';'.join(archs)}"]
             if "MOELORA_CUTLASS_DIR" not in os.environ:
                 hint = "pip install nvidia-cutlass==4.2.0, or set MOELORA_CUTLASS_DIR to a checkout"
                 configure.append(f"-DMOELORA_CUTLASS_PACKAGE_DIR={package_dir('cutlass_library', hint)}")
         built_from = source_hash(ROOT)
-        subprocess.run(configure, check=True)
+        run_cmake(configure)
         jobs = os.environ.get("MAX_JOBS") or default_jobs()
-        subprocess.run(["cmake", "--build", str(build), "-j", str(jobs)], check=True)
+        run_cmake(["--build", str(build), "-j", str(jobs)])
         if prebuilt:
             for name in ("libmoelora.so", "_build_info.json"):
-                shutil.copy2(Path(prebuilt) / name, output / name)
+                shutil.copy2(Path(os.environ["MOELORA_PREBUILT_DIR"]) / name, output / name)
         else:
             self.write_build_info(output, build, torch, nvcc, archs, built_from)
 
@@ -140,7 +163,7 @@ class CMakeBuild(build_ext):
         info = {
             "version": RELEASE,
             "cuda": cuda,
-            "archs": re.split(r"[;, ]+", archs) if nvcc else [],
+            "archs": archs if nvcc else [],
             "cutlass": cutlass,
             "built_with_torch": re.search(r"__version__ = '(.+)'", (torch / "version.py").read_text()).group(1),
             "source_hash": built_from,

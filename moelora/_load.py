@@ -52,10 +52,12 @@ def load_library() -> None:
     try:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
+        # torch may have wrapped the dynamic linker's own words.
+        reason = error.__cause__ or error
         raise ImportError(
             f"moelora {__version__}: cannot load {LIBRARY}, built with torch {info['built_with_torch']} and CUDA "
             f"{info['cuda']} for {info['archs'] or 'CPU only'}; found torch {torch.__version__} "
-            f"(CUDA {torch.version.cuda}): {error}"
+            f"(CUDA {torch.version.cuda}): {reason}"
         ) from error
 
 

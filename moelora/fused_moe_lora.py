@@ -131,9 +131,10 @@ def fused_moe_lora(
         *(_NO_LORA if lora is None else lora.op_arguments()), None if lora is None else adapter_ids,
         w13_bias, w2_bias, gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted,
     )  # fmt: skip
-    if do_finalize and out is None and torch.compiler.is_compiling():
+    if do_finalize and torch.compiler.is_compiling():
         # The functional op allocates inside, so that one graph holds for every T.
-        return torch.ops.moelora.fused_moe_lora(*arguments)[0]
+        result = torch.ops.moelora.fused_moe_lora(*arguments)[0]
+        return result if out is None else out.copy_(result)
     if not do_finalize:
         has_lora_input = lora is not None or gate_up_lora_delta is not None
         if torch.compiler.is_compiling():

@@ -331,7 +331,7 @@ def test_out_and_input_may_be_views_of_one_buffer(device):
     torch._dynamo.reset()
     eager, compiled = start(), start()
     expected = step(eager)
-    got = torch.compile(step, backend="aot_eager")(compiled)
+    got = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")(compiled)
     assert torch.equal(got, expected)
     assert torch.equal(compiled, eager)
     assert eager[1].abs().max() > 0

@@ -48,9 +48,12 @@ __device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t rows_pe
             static_cast<int32_t>(left < rows_per_block ? left : rows_per_block)};
   }
   const int32_t parts = (p.max_tokens + rows_per_block - 1) / rows_per_block;
-  const int32_t tile_idx = blockIdx.x / parts, part = blockIdx.x % parts;
-  const TokenTile tile = p.tiles[tile_idx];  // read before it is known to be one: one wait for both
-  if (tile_idx >= *p.num_tiles) return {0, 0, 0};
+  const int32_t num_tiles = *p.num_tiles, block = static_cast<int32_t>(blockIdx.x);
+  if (block >= num_tiles * parts) return {0, 0, 0};
+  // The first parts of all tiles come first: every tile has one, so that blocks with work are dealt
+  // out to the SMs evenly.
+  const int32_t part = block / num_tiles;
+  const TokenTile tile = p.tiles[block % num_tiles];
   // As few even parts, in steps of 16 rows, as hold the tile.
   const int32_t used = (tile.rows + rows_per_block - 1) / rows_per_block;
   if (part >= used) return {0, 0, 0};

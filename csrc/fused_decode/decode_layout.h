@@ -172,6 +172,13 @@ inline bool has_down_lora(const FusedDecodeParams& p) {
   return p.slots.num_slots > 0 && p.down_a.ptr != nullptr && p.down_b.ptr != nullptr;
 }
 
+// The tile configuration that the call's shapes pick.
+inline int config_index(const FusedDecodeParams& p) {
+  const int64_t pairs = p.num_tokens * p.top_k;
+  return fused_decode_config_index(p.num_tokens, pairs * p.num_local_experts / p.num_experts,
+                                   ceil_div(pairs, p.num_experts));
+}
+
 inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) {
   const int64_t pairs = p.num_tokens * p.top_k;
   const FusedDecodeConfig& config = kFusedDecodeConfigs[config_index];

@@ -42,7 +42,7 @@ void launch_with_config(const FusedDecodeParams& p, int config_index, cudaStream
 
 void launch_fused_decode(const FusedDecodeParams& params, void* stream) {
   if (const char* reason = fused_decode_unsupported(params)) fail("fused_decode: ", reason);
-  fused_decode::launch_with_config(params, fused_decode_config_index(params.num_tokens),
+  fused_decode::launch_with_config(params, fused_decode::config_index(params),
                                    static_cast<cudaStream_t>(stream));
 }
 

@@ -32,7 +32,7 @@ struct FusedDecodeParams {
   int64_t out_stride;
   void* workspace_ptr;  // fused_decode_workspace_bytes(params), contents arbitrary
   int64_t num_tokens, hidden_size, intermediate_size;  // T, H, I
-  int32_t top_k, num_local_experts, expert_offset;
+  int32_t top_k, num_experts, num_local_experts, expert_offset;
   GateUpLayout layout;
   ActivationKind activation;
   float alpha, limit;  // of kSwigluOai

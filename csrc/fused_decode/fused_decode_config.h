@@ -16,25 +16,36 @@ struct FusedDecodeConfig {
   bool direct;
 };
 
-// Figures: µs of the prototype on one H200 (shared/prototypes/hopper_decode/FINDINGS.md), S1 and S3
-// as in performance.md. Stages are 16 KB: 32 KB ones were 1-3 % slower.
+// Figures: µs a layer on one H200, side by side in one run (benchmarks/results/decode_tuning.txt);
+// S1, S2 and S3 as in performance.md. Stages are 16 KB: 32 KB ones were 1-3 % slower in the
+// prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
-    // One or two tokens: few experts, so small tiles to fill 132 SMs (S1 T=1: 26.6 against 29.1),
-    // and direct (23.5).
+    // One or two tokens: few experts, so small tiles to fill 132 SMs, and direct.
+    // S1 T=1: 26.1; 27.6 with 128 rows, 28.7 with 16.
     {"rows32_direct", 32, 256, 16, 256, 8, true},
-    // S1 T=4: 72.2 against 74.5 with 64 rows.
-    {"rows128_direct", 128, 64, 16, 256, 8, true},
-    // S1 T=16: 187 against 195 with 64 rows.
+    // Few experts, but more tokens than a direct tile is good for.
+    // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7; rows32_direct: 90.8, 100.7.
+    {"rows64_tokens16", 64, 128, 64, 128, 16, false},
+    // S1 T=4: 75.7, with an adapter 80.7; 64 rows: 77.9, 82.1; 128 rows direct: 77.3, 87.2.
+    // S1 T=64: 282.8; 64 rows: 292.6.
     {"rows128_tokens16", 128, 64, 128, 64, 16, false},
-    // S1 T=256: 289 against 348 with 16 tokens a tile, which reads weights of long lists twice.
+    // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
+    // (prototype).
     {"rows128_tokens32", 128, 64, 128, 64, 32, false},
+    // Not taken: 16 rows direct (faster at S2 T=1 alone, 12.3 against 13.4); a memset node instead
+    // of
+    // the reset kernel (1.5-2 slower everywhere); building the lists before the reset is waited for
+    // (no difference).
 };
 constexpr int kNumFusedDecodeConfigs = sizeof(kFusedDecodeConfigs) / sizeof(FusedDecodeConfig);
 
-constexpr int fused_decode_config_index(int64_t num_tokens) {
+// local_pairs: (token, expert) pairs that are local on average. expected_rows: rows an expert gets
+// on average.
+constexpr int fused_decode_config_index(int64_t num_tokens, int64_t local_pairs,
+                                        int64_t expected_rows) {
   if (num_tokens <= 2) return 0;
-  if (num_tokens <= 8) return 1;
-  return num_tokens <= 16 ? 2 : 3;
+  if (num_tokens <= 8 && local_pairs < 16) return 1;
+  return expected_rows <= 8 ? 2 : 3;
 }
 
 }  // namespace moelora

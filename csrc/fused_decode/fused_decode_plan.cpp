@@ -70,7 +70,7 @@ const char* fused_decode_unsupported(const FusedDecodeParams& p) {
     return "hidden_states or the intermediate rows span 2^31 elements or more";
   }
   if (const char* reason = unsupported_lora(p)) return reason;
-  if (num_stages(p, fused_decode_config_index(p.num_tokens),
+  if (num_stages(p, fused_decode::config_index(p),
                  std::make_integer_sequence<int, kNumFusedDecodeConfigs>{}) < kMinStages) {
     return "the routing lists leave too little shared memory";
   }
@@ -78,11 +78,11 @@ const char* fused_decode_unsupported(const FusedDecodeParams& p) {
 }
 
 int64_t fused_decode_workspace_bytes(const FusedDecodeParams& p) {
-  return fused_decode::workspace_layout(p, fused_decode_config_index(p.num_tokens)).bytes;
+  return fused_decode::workspace_layout(p, fused_decode::config_index(p)).bytes;
 }
 
 const char* fused_decode_config_name(const FusedDecodeParams& p) {
-  return kFusedDecodeConfigs[fused_decode_config_index(p.num_tokens)].name;
+  return kFusedDecodeConfigs[fused_decode::config_index(p)].name;
 }
 
 }  // namespace moelora

@@ -55,6 +55,7 @@ FusedDecodeParams fused_decode_params(const LayerParams& layer, void* workspace_
   params.hidden_size = layer.hidden_size;
   params.intermediate_size = layer.intermediate_size;
   params.top_k = layer.top_k;
+  params.num_experts = layer.num_experts;
   params.num_local_experts = layer.num_local_experts;
   params.expert_offset = layer.expert_offset;
   params.layout = layer.layout;

@@ -6,6 +6,7 @@ A test file imports them and provides the fixture `device`.
 import pytest
 import torch
 from layer_cases import make
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -266,7 +267,7 @@ def test_a_compiled_forward_is_the_op_and_nothing_else(device):
     arguments = forward_arguments(5, device)
     compiled = torch.compile(
         lambda: moelora.fused_moe_lora(**arguments), fullgraph=True,
-        backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=record),
+        backend=aot_autograd(fw_compiler=record),
     )  # fmt: skip
     before = {key: value.clone() for key, value in arguments.items() if isinstance(value, torch.Tensor)}
     with torch.no_grad():
@@ -276,6 +277,8 @@ def test_a_compiled_forward_is_the_op_and_nothing_else(device):
     assert all(torch.equal(arguments[key], value) for key, value in before.items())
 
 
+# Of inductor itself, on its first import.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_default_backend_compiles_a_block_around_the_forward(device):
     """H03: routing, forward and plain PyTorch before and after, with inductor"""
     torch._dynamo.reset()

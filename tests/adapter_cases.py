@@ -176,6 +176,12 @@ def test_adapters_of_different_rank_and_scale(device, dtype, tokens):
     check_close(got, expected)
 
 
+def test_eight_adapters_on_128_experts(device, dtype):
+    """K01: one call, an adapter id per token, no engine around it"""
+    layer, lora, adapter_ids = make(16, device, dtype, Shape(64, 32, 128, 8), slots=8)
+    check(layer, lora, adapter_ids)
+
+
 def test_many_slots(device, dtype):
     """B01, B08: slots times experts beyond 1024"""
     layer, lora, _ = make(64, device, dtype, Shape(16, 8, 32, 4), slots=40, rank=4)

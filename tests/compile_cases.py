@@ -280,7 +280,7 @@ def test_a_compiled_forward_is_the_op_and_nothing_else(device):
 # Of inductor itself, on its first import.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_default_backend_compiles_a_block_around_the_forward(device):
-    """H03: routing, forward and plain PyTorch before and after, with inductor"""
+    """H03, K06: routing, forward and plain PyTorch before and after, with inductor; no class of ours to inherit from"""
     torch._dynamo.reset()
     layer, lora, _ = make(9, device, DTYPE, FORWARD, slots=1)
     router = torch.randn(FORWARD.experts, FORWARD.hidden, generator=torch.Generator().manual_seed(2))

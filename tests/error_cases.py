@@ -111,7 +111,7 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_a_wrong_tensor_is_named(device, dtype, name):
-    """A11, B11, C06, C10, D05, E12, K12"""
+    """A11, B11, C06, C10, D05, E12, K04, K12: formats that are not built yet, such as fp8 weights, among them"""
     error, argument, change = BAD_TENSORS[name]
     arguments = valid(device, dtype)
     arguments[argument] = change(arguments[argument])

@@ -9,7 +9,10 @@
 namespace moelora {
 
 constexpr int kExpandRows = 64;  // rows of a window
-constexpr int kExpandThreads = 256;
+constexpr int kExpandThreads = 128;
+// Blocks an SM holds: as many as registers allow without spills, so that stores go on while new
+// blocks look up their rows.
+constexpr int expand_blocks_per_sm(int steps) { return steps == 1 ? 5 : steps == 2 ? 4 : 3; }
 constexpr int kExpandWarpColumns = 32;
 constexpr int kExpandPassColumns = kExpandThreads / 32 * kExpandWarpColumns;  // of all warps
 constexpr int kClearRows = 64;  // pairs that a clearing block looks at
@@ -43,84 +46,107 @@ __device__ inline void load_rank_vectors(const LoraExpandParams& params,
   }
 }
 
-// B[row, k..k+3] as four tf32 operands (bf16 and fp16 are exact in tf32), zero from `rank` on.
-template <class T, bool kAligned>
-__device__ __forceinline__ void load_b4(const T* b_row, int32_t k, int32_t rank,
-                                        uint32_t (&values)[4]) {
+// B[row, k..k+3] as loaded, zero from `rank` on.
+template <bool kAligned>
+__device__ __forceinline__ uint2 load_b4(const uint16_t* b_row, int32_t k, int32_t rank) {
+  uint2 raw = make_uint2(0, 0);
   if constexpr (kAligned) {
-    uint2 raw = make_uint2(0, 0);
     if (k < rank) raw = *reinterpret_cast<const uint2*>(b_row + k);
-    const float2 low = ptx::unpack2<T>(raw.x), high = ptx::unpack2<T>(raw.y);
-    const float loaded[4] = {low.x, low.y, high.x, high.y};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = k + j < rank ? __float_as_uint(loaded[j]) : 0;
+    if (k + 1 >= rank) raw.x &= 0xffffu;
+    if (k + 2 >= rank) raw.y = 0;
+    if (k + 3 >= rank) raw.y &= 0xffffu;
   } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      values[j] = k + j < rank ? __float_as_uint(to_float(b_row[k + j])) : 0;
-    }
+    if (k < rank) raw.x = b_row[k];
+    if (k + 1 < rank) raw.x |= uint32_t{b_row[k + 1]} << 16;
+    if (k + 2 < rank) raw.y = b_row[k + 2];
+    if (k + 3 < rank) raw.y |= uint32_t{b_row[k + 3]} << 16;
   }
+  return raw;
 }
 
 // The B operands of one K step of 16 for 32 columns of the warp. The MMA's column c of tile j is
 // column c / 2 * 8 + 2 * j + c % 2, so that the four tiles leave a lane eight neighbouring columns
 // to store; its K slots t and t + 4 of the two products are k = 4 t .. 4 t + 3, so that a lane
 // loads four neighbours.
-template <class T, bool kAligned>
 struct BStep {
-  uint32_t values[4][4];
-
-  __device__ __forceinline__ void load(const T* b, int64_t row_stride, int32_t columns, int32_t k,
-                                       int32_t rank) {
-    const int lane = threadIdx.x % 32, group = lane / 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int32_t column = group / 2 * 8 + 2 * j + group % 2;
-      load_b4<T, kAligned>(b + column * row_stride, k + lane % 4 * 4, column < columns ? rank : 0,
-                           values[j]);
-    }
-  }
+  uint2 raw[4];  // four half-precision values of each tile
 };
+
+template <bool kAligned>
+__device__ __forceinline__ BStep load_b_step(const uint16_t* b, int64_t row_stride, int32_t columns,
+                                             int32_t k, int32_t rank) {
+  const int lane = threadIdx.x % 32, group = lane / 4;
+  BStep step;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int32_t column = group / 2 * 8 + 2 * j + group % 2;
+    step.raw[j] =
+        load_b4<kAligned>(b + column * row_stride, k + lane % 4 * 4, column < columns ? rank : 0);
+  }
+  return step;
+}
 
 // The two row operands of one K step for the two products of eight K slots. v is split into two
 // tf32 terms, which together hold 22 bits of it: the product is as good as fp32.
 struct VStep {
   uint32_t high[2][4], low[2][4];
-
-  __device__ __forceinline__ void load(const float* v_rows, int32_t pitch, int32_t k) {
-    const int lane = threadIdx.x % 32;
-    const float* row = v_rows + lane / 4 * pitch + k + lane % 4 * 4;
-    const float4 top = *reinterpret_cast<const float4*>(row);
-    const float4 bottom = *reinterpret_cast<const float4*>(row + 8 * pitch);
-    const float values[2][4] = {{top.x, bottom.x, top.y, bottom.y},
-                                {top.z, bottom.z, top.w, bottom.w}};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        high[half][i] = ptx::to_tf32(values[half][i]);
-        low[half][i] = ptx::to_tf32(values[half][i] - __uint_as_float(high[half][i]));
-      }
-    }
-  }
 };
 
-template <class T, bool kAligned>
-__device__ __forceinline__ void multiply_step(const VStep& v, const BStep<T, kAligned>& b,
-                                              float (&sums)[4][4]) {
+__device__ __forceinline__ VStep load_v_step(const float* v_rows, int32_t pitch, int32_t k) {
+  const int lane = threadIdx.x % 32;
+  const float* row = v_rows + lane / 4 * pitch + k + lane % 4 * 4;
+  const float4 top = *reinterpret_cast<const float4*>(row);
+  const float4 bottom = *reinterpret_cast<const float4*>(row + 8 * pitch);
+  const float values[2][4] = {{top.x, bottom.x, top.y, bottom.y},
+                              {top.z, bottom.z, top.w, bottom.w}};
+  VStep step;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t b0 = b.values[j][2 * half], b1 = b.values[j][2 * half + 1];
-      ptx::mma_m16n8k8_tf32(sums[j], v.high[half], b0, b1);
-      ptx::mma_m16n8k8_tf32(sums[j], v.low[half], b0, b1);
+    for (int i = 0; i < 4; ++i) {
+      step.high[half][i] = ptx::to_tf32(values[half][i]);
+      step.low[half][i] = ptx::to_tf32(values[half][i] - __uint_as_float(step.high[half][i]));
+    }
+  }
+  return step;
+}
+
+// bf16 and fp16 are exact in tf32. Neighbouring products go to different sums, so that none waits
+// for the one before.
+template <class T>
+__device__ __forceinline__ void multiply_step(const VStep& v, const BStep& b, float (&sums)[4][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float2 operands[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      operands[j] = ptx::unpack2<T>(half == 0 ? b.raw[j].x : b.raw[j].y);
+      ptx::mma_m16n8k8_tf32(sums[j], v.high[half], __float_as_uint(operands[j].x),
+                            __float_as_uint(operands[j].y));
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      ptx::mma_m16n8k8_tf32(sums[j], v.low[half], __float_as_uint(operands[j].x),
+                            __float_as_uint(operands[j].y));
     }
   }
 }
 
+// Eight neighbouring columns of the upper (half 0) or lower row that this lane holds.
+template <class T>
+__device__ __forceinline__ void store_columns(T* delta, const float (&sums)[4][4], int half,
+                                              float scale) {
+  float values[8];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    values[2 * j] = scale * sums[j][2 * half];
+    values[2 * j + 1] = scale * sums[j][2 * half + 1];
+  }
+  store_raw8(delta, pack8<T>(values));
+}
+
 // Writes 0 to the deltas of pairs first..first+kClearRows-1 that have no adapter or are not local.
-// A warp looks at eight pairs and writes their rows one after the other.
+// Each warp looks at its share of them and writes their rows one after the other.
 template <class T>
 __device__ void clear_unused_pairs(const LoraExpandParams& params, int64_t first) {
   constexpr int kPairsPerWarp = kClearRows / (kExpandThreads / 32);
@@ -146,7 +172,7 @@ __device__ void clear_unused_pairs(const LoraExpandParams& params, int64_t first
 // sixteens. Rows do not mix, and the K order is fixed. kAligned: rows of B start at multiples of 16
 // bytes and hold a multiple of 8 elements.
 template <class T, int kSteps, bool kAligned>
-__global__ void __launch_bounds__(kExpandThreads)
+__global__ void __launch_bounds__(kExpandThreads, expand_blocks_per_sm(kSteps))
     lora_expand_grouped_kernel(const LoraExpandParams params, int32_t num_windows,
                                int32_t blocks_per_window, int32_t columns_per_block) {
   extern __shared__ __align__(16) float v_rows[];
@@ -175,19 +201,24 @@ __global__ void __launch_bounds__(kExpandThreads)
     const int32_t slot = matrix / experts_per_slot(params);
     const int32_t expert = matrix % experts_per_slot(params);
     const int32_t rank = params.slots.rank(slot, params.part, params.rank);
-    const T* b = static_cast<const T*>(params.lora_b_ptr) + slot * params.slot_stride +
-                 expert * params.expert_stride + part.first_column * params.row_stride;
+    const uint16_t* b = static_cast<const uint16_t*>(params.lora_b_ptr) +
+                        slot * params.slot_stride + expert * params.expert_stride +
+                        part.first_column * params.row_stride;
     for (int32_t pass = 0; pass < columns_per_block; pass += kExpandPassColumns) {
       const int64_t column = first_column + pass + threadIdx.x / 32 * kExpandWarpColumns;
       if (column >= part.num_columns) break;
       const int32_t columns =
           static_cast<int32_t>(min(part.num_columns - column, int64_t{kExpandWarpColumns}));
-      const T* b_columns = b + column * params.row_stride;
-      BStep<T, kAligned> resident[kSteps];
+      const uint16_t* b_columns = b + column * params.row_stride;
+      BStep resident[kSteps];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        resident[step].load(b_columns, params.row_stride, columns, 16 * step, rank);
+        resident[step] =
+            load_b_step<kAligned>(b_columns, params.row_stride, columns, 16 * step, rank);
       }
+      // A lane holds columns 8 t .. 8 t + 7 of two rows of a sixteen.
+      T* delta = static_cast<T*>(params.delta_ptr) + part.first_column + column + lane % 4 * 8;
+      const bool stores = lane % 4 * 8 < columns;
 #pragma unroll 1
       for (int first_row = 0; first_row < kExpandRows; first_row += 16) {
         const int row = first_row + lane / 4;
@@ -198,32 +229,19 @@ __global__ void __launch_bounds__(kExpandThreads)
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           if (16 * step >= rank) continue;
-          VStep v;
-          v.load(v_tile, pitch, 16 * step);
-          multiply_step(v, resident[step], sums);
+          const VStep v = load_v_step(v_tile, pitch, 16 * step);
+          multiply_step<T>(v, resident[step], sums);
         }
         for (int32_t k = 16 * kSteps; k < rank; k += 16) {
-          VStep v;
-          BStep<T, kAligned> later;
-          v.load(v_tile, pitch, k);
-          later.load(b_columns, params.row_stride, columns, k, rank);
-          multiply_step(v, later, sums);
+          const VStep v = load_v_step(v_tile, pitch, k);
+          const BStep later = load_b_step<kAligned>(b_columns, params.row_stride, columns, k, rank);
+          multiply_step<T>(v, later, sums);
         }
-        // A lane holds columns 8 t .. 8 t + 7 of two rows.
-        if (lane % 4 * 8 >= columns) continue;
-        T* delta = static_cast<T*>(params.delta_ptr) + part.first_column + column + lane % 4 * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!(half == 0 ? top : bottom)) continue;
-          const float scale = scales[row + 8 * half];
-          float values[8];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            values[2 * j] = scale * sums[j][2 * half];
-            values[2 * j + 1] = scale * sums[j][2 * half + 1];
-          }
-          store_raw8(delta + int64_t{window.row[row + 8 * half]} * params.out_features,
-                     pack8<T>(values));
+          if (!stores || !(half == 0 ? top : bottom)) continue;
+          const int64_t pair = window.row[row + 8 * half];
+          store_columns(delta + pair * params.out_features, sums, half, scales[row + 8 * half]);
         }
       }
     }

@@ -15,7 +15,7 @@ from moelora.reference import (
     gate_up_lora_delta_reference,
     moe_lora_reference,
 )
-from moelora.testing import Shape, check_close, poisoned_memory, random_layer, random_lora
+from moelora.testing import Shape, check_close, poisoned_memory, random_layer, random_lora, relative_error
 from moelora.testing.inputs import random_adapter_ids
 
 SMALL = Shape(hidden=64, inter=32, experts=8, top_k=2)
@@ -149,6 +149,18 @@ def test_any_shape(device, dtype, data):
         routed_scaling_factor=draw(st.sampled_from([1.0, 2.5]), "scale"),
         apply_router_weight_on_input=top_k == 1 and draw(st.booleans(), "weight on input"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [4, 96])
+def test_the_error_is_at_most_twice_that_of_plain_pytorch(device, dtype, tokens):
+    """D02, D03: against the float64 oracle, with GEMMs, rank vectors and z in the same dtype"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(256, 128, 8, 4), rank=16)
+    for options in ({}, {"lora": lora, "adapter_ids": adapter_ids}):
+        expected = oracle(layer, **options, **layer.biases)
+        plain = relative_error(oracle(layer, **options, **layer.biases, dtype=None), expected)
+        for mode in stream_modes(device):
+            got = run(layer, **options, **layer.biases, stream_mode=mode)
+            assert relative_error(got, expected) <= 2 * plain
 
 
 # ---- options ----

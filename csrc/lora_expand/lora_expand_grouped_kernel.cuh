@@ -132,19 +132,6 @@ __device__ __forceinline__ void multiply_step(const VStep& v, const BStep& b, fl
   }
 }
 
-// Eight neighbouring columns of the upper (half 0) or lower row that this lane holds.
-template <class T>
-__device__ __forceinline__ void store_columns(T* delta, const float (&sums)[4][4], int half,
-                                              float scale) {
-  float values[8];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    values[2 * j] = scale * sums[j][2 * half];
-    values[2 * j + 1] = scale * sums[j][2 * half + 1];
-  }
-  store_raw8(delta, pack8<T>(values));
-}
-
 // Writes 0 to the deltas of pairs first..first+kClearRows-1 that have no adapter or are not local.
 // Each warp looks at its share of them and writes their rows one after the other.
 template <class T>
@@ -216,9 +203,6 @@ __global__ void __launch_bounds__(kExpandThreads, expand_blocks_per_sm(kSteps))
         resident[step] =
             load_b_step<kAligned>(b_columns, params.row_stride, columns, 16 * step, rank);
       }
-      // A lane holds columns 8 t .. 8 t + 7 of two rows of a sixteen.
-      T* delta = static_cast<T*>(params.delta_ptr) + part.first_column + column + lane % 4 * 8;
-      const bool stores = lane % 4 * 8 < columns;
 #pragma unroll 1
       for (int first_row = 0; first_row < kExpandRows; first_row += 16) {
         const int row = first_row + lane / 4;
@@ -237,11 +221,21 @@ __global__ void __launch_bounds__(kExpandThreads, expand_blocks_per_sm(kSteps))
           const BStep later = load_b_step<kAligned>(b_columns, params.row_stride, columns, k, rank);
           multiply_step<T>(v, later, sums);
         }
+        // A lane holds columns 8 t .. 8 t + 7 of two rows.
+        if (lane % 4 * 8 >= columns) continue;
+        T* delta = static_cast<T*>(params.delta_ptr) + part.first_column + column + lane % 4 * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!stores || !(half == 0 ? top : bottom)) continue;
-          const int64_t pair = window.row[row + 8 * half];
-          store_columns(delta + pair * params.out_features, sums, half, scales[row + 8 * half]);
+          if (!(half == 0 ? top : bottom)) continue;
+          const float scale = scales[row + 8 * half];
+          float values[8];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            values[2 * j] = scale * sums[j][2 * half];
+            values[2 * j + 1] = scale * sums[j][2 * half + 1];
+          }
+          store_raw8(delta + int64_t{window.row[row + 8 * half]} * params.out_features,
+                     pack8<T>(values));
         }
       }
     }

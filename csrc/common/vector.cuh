@@ -25,21 +25,6 @@ __device__ __forceinline__ __half from_float(float value) {
   return __float2half_rn(value);
 }
 
-// Eight T in one 16-byte register group.
-template <class T>
-struct alignas(16) Vec8 {
-  T data[8];
-};
-
-template <class T>
-__device__ __forceinline__ Vec8<T> load_vec8(const T* ptr) {
-  return *reinterpret_cast<const Vec8<T>*>(ptr);
-}
-template <class T>
-__device__ __forceinline__ void store_vec8(T* ptr, const Vec8<T>& value) {
-  *reinterpret_cast<Vec8<T>*>(ptr) = value;
-}
-
 // Eight half-precision values kept as loaded (four registers) until they are used.
 __device__ __forceinline__ uint4 load_raw8(const void* ptr) {
   return *static_cast<const uint4*>(ptr);

@@ -262,14 +262,15 @@ def test_adapters_that_no_token_uses_change_no_bit(device, dtype, tokens):
     assert torch.equal(on_plain_path(layer, lora, adapter_ids.clamp(min=0)), base)
 
 
-@pytest.mark.parametrize("tokens", [3, 40, 300])
+@pytest.mark.parametrize("tokens", [3, 17, 40, 300])
 def test_a_row_without_adapter_does_not_depend_on_the_others_adapters(device, dtype, tokens):
-    """on every path such a row has the bits it has when every adapter id is -1"""
-    layer, lora, adapter_ids = make(tokens, device, dtype)
+    """E08: it has the bits it has when every adapter id is -1, and on the plain path those of the plain layer"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(64, 48, 4, 2))
     adapter_ids[0] = -1
     without = adapter_ids < 0
     none = run(layer, lora, torch.full_like(adapter_ids, -1))
     assert torch.equal(run(layer, lora, adapter_ids)[without], none[without])
+    assert torch.equal(on_plain_path(layer, lora, adapter_ids)[without], run(layer, stream_mode="single")[without])
 
 
 def test_chunks_with_offset_views_equal_the_whole(device, dtype):

@@ -70,9 +70,7 @@ class Case:
     def weights(self) -> Weights:
         layout = self.info["experts_layout"]
         if layout["kind"] == "per_expert":
-            w13 = torch.stack(
-                [torch.cat([self._expert(e, "gate"), self._expert(e, "up")]) for e in self._experts]
-            )
+            w13 = torch.stack([torch.cat([self._expert(e, "gate"), self._expert(e, "up")]) for e in self._experts])
             w2 = torch.stack([self._expert(e, "down") for e in self._experts])
             return Weights(w13, w2, None, None, "gate_up")
         w13, w2 = self.tensors["experts.gate_up_proj"], self.tensors["experts.down_proj"]
@@ -127,9 +125,7 @@ class Case:
                 options["routed_scaling_factor"] = routing["routed_scaling_factor"]
             return options
         methods = {
-            "softmax over all experts, then top-k": "renormalize_naive"
-            if routing["norm_topk_prob"]
-            else "softmax",
+            "softmax over all experts, then top-k": "renormalize_naive" if routing["norm_topk_prob"] else "softmax",
             "top-k over logits, then softmax over the chosen": "renormalize",
             "top-k over logits, then sigmoid of the chosen": "llama4",
         }

@@ -83,10 +83,12 @@ def fused_moe_lora(
         apply_router_weight_on_input: w multiplies x before the expert and y is not weighted (Llama 4; K = 1).
         routed_scaling_factor: multiplies the output once.
         gate_up_lora_delta: [T, K, 2I] by pair, unweighted, instead of the lora's gate_up part.
-        lora_ready_event: waited for on the current stream right before `gate_up_lora_delta` is read.
+        lora_ready_event: waited for on the current stream right before `gate_up_lora_delta` is read. A graph of
+            torch.compile or torch.export cannot hold it, which is an error that names it; without `fullgraph=True`,
+            torch.compile leaves such a call out of its graphs.
         down_lora_delta: [T, K, H] by pair, instead of the lora's down part.
         down_lora_delta_is_weighted: it already contains w (vLLM's form).
-        down_gemm_done_event: recorded right after the down GEMM.
+        down_gemm_done_event: recorded right after the down GEMM; under torch.compile as `lora_ready_event`.
         do_finalize: False returns before the weighted sum, see Returns.
         stream_mode: "single" and "two" are the decomposed pipeline on one stream and on two (the adapter's work beside
             the base GEMMs), with the same bits; "auto" takes the fastest path there is. CPU always runs single.
@@ -114,6 +116,8 @@ def fused_moe_lora(
             hidden_states=hidden_states, w13=w13, w2=w2, topk_weights=topk_weights, w13_bias=w13_bias,
             w2_bias=w2_bias, gate_up_lora_delta=gate_up_lora_delta, down_lora_delta=down_lora_delta, **stacks,
         )  # fmt: skip
+    _check_event("lora_ready_event", lora_ready_event)
+    _check_event("down_gemm_done_event", down_gemm_done_event)
     if out is not None and not do_finalize:
         raise ValueError("out: has no use with do_finalize=False")
     local_experts = w13.shape[0]
@@ -141,9 +145,6 @@ def fused_moe_lora(
             _, down_output, rows, lora_input = torch.ops.moelora.fused_moe_lora(*arguments, do_finalize=False)
             return down_output, topk_weights, rows, lora_input if has_lora_input else None
 
-    for name, event in (("lora_ready_event", lora_ready_event), ("down_gemm_done_event", down_gemm_done_event)):
-        if event is not None and not isinstance(event, torch.cuda.Event):
-            raise TypeError(f"{name}: expected a torch.cuda.Event, got {type(event).__name__}")
     tokens, top_k = topk_ids.shape
     hidden, inner = hidden_states.shape[1], w13.shape[1] // 2
     cuda = hidden_states.is_cuda
@@ -202,6 +203,16 @@ def _side_handles(
 @cache
 def _workspace_bytes(*sizes: int) -> int:
     return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
+
+
+def _check_event(name: str, event: torch.cuda.Event | None) -> None:
+    if event is None:
+        return
+    if torch.compiler.is_compiling():
+        # The functional op has no place for it, and must not leave it out.
+        raise ValueError(f"{name}: a compiled graph cannot hold an event; call this outside torch.compile")
+    if not isinstance(event, torch.cuda.Event):
+        raise TypeError(f"{name}: expected a torch.cuda.Event, got {type(event).__name__}")
 
 
 def _event_handle(event: torch.cuda.Event | None) -> int:

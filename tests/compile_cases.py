@@ -318,6 +318,29 @@ def test_the_forward_exports(device):
     assert torch.equal(exported.module()(**inputs), Block()(**inputs))
 
 
+@pytest.mark.parametrize("name", ["lora_ready_event", "down_gemm_done_event"])
+@pytest.mark.parametrize("do_finalize", [True, False])
+def test_an_event_is_refused_in_a_graph(device, name, do_finalize):
+    """No graph leaves out an event silently: torch.compile says which argument it was, torch.export raises as it is"""
+    torch._dynamo.reset()
+    arguments = forward_arguments(3, device)
+    event = torch.cuda.Event() if device == "cuda" else object()
+
+    def forward(hidden_states):
+        changed = arguments | {"hidden_states": hidden_states, name: event}
+        return moelora.fused_moe_lora(**changed, do_finalize=do_finalize)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"ValueError.*{name}"):
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(arguments["hidden_states"])
+
+    class Block(torch.nn.Module):
+        def forward(self, hidden_states):
+            return forward(hidden_states)
+
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        torch.export.export(Block(), (arguments["hidden_states"],), strict=False)
+
+
 def test_out_and_input_may_be_views_of_one_buffer(device):
     """H04: compiled and eager agree"""
     layer, _, _ = make(16, device, DTYPE, UNPADDED)

@@ -99,7 +99,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
     const OptionalTensor& down_b, const OptionalTensor& scaling, const OptionalTensor& ranks,
     const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
     const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
-    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted, bool do_finalize);
+    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
+    std::optional<int64_t> workspace_limit_bytes, bool do_finalize);
 void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
                         const OptionalTensor& topk_weights, const Tensor& topk_ids,
                         int64_t num_experts, int64_t expert_offset, int64_t activation,
@@ -111,15 +112,17 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
                         const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
                         const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
                         const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
-                        int64_t side_stream, int64_t fork_event, int64_t join_event,
-                        int64_t lora_ready_event, int64_t down_gemm_done_event,
-                        const OptionalTensor& out, const OptionalTensor& down_output,
+                        std::optional<int64_t> workspace_limit_bytes, int64_t side_stream,
+                        int64_t fork_event, int64_t join_event, int64_t lora_ready_event,
+                        int64_t down_gemm_done_event, const OptionalTensor& out,
+                        const OptionalTensor& down_output,
                         const OptionalTensor& expanded_to_permuted,
                         const OptionalTensor& activation_lora_input, Tensor workspace);
 int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_t num_experts,
                                        int64_t num_local_experts, int64_t hidden_size,
                                        int64_t intermediate_size, bool fp32, int64_t num_slots,
                                        int64_t gate_up_rank, int64_t gate_up_components,
-                                       bool gate_up_a_shared_outer, int64_t down_rank, bool cuda);
+                                       bool gate_up_a_shared_outer, int64_t down_rank, bool cuda,
+                                       int64_t path, std::optional<int64_t> workspace_limit_bytes);
 
 }  // namespace moelora

@@ -96,8 +96,8 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None, Tensor? down_b=None, "
       "Tensor? scaling=None, Tensor? ranks=None, Tensor? adapter_ids=None, Tensor? "
       "w13_bias=None, Tensor? w2_bias=None, Tensor? gate_up_lora_delta=None, Tensor? "
-      "down_lora_delta=None, bool down_lora_delta_is_weighted=False, *, bool do_finalize=True) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+      "down_lora_delta=None, bool down_lora_delta_is_weighted=False, int? "
+      "workspace_limit_bytes=None, *, bool do_finalize=True) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "fused_moe_lora.out(Tensor hidden_states, Tensor w13, Tensor w2, Tensor? topk_weights, "
       "Tensor topk_ids, int num_experts, int expert_offset=0, int activation=0, float "
@@ -106,8 +106,9 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None, Tensor? down_b=None, "
       "Tensor? scaling=None, Tensor? ranks=None, Tensor? adapter_ids=None, Tensor? "
       "w13_bias=None, Tensor? w2_bias=None, Tensor? gate_up_lora_delta=None, Tensor? "
-      "down_lora_delta=None, bool down_lora_delta_is_weighted=False, int side_stream=0, int "
-      "fork_event=0, int join_event=0, int lora_ready_event=0, int down_gemm_done_event=0, *, "
+      "down_lora_delta=None, bool down_lora_delta_is_weighted=False, int? "
+      "workspace_limit_bytes=None, int side_stream=0, int fork_event=0, int join_event=0, int "
+      "lora_ready_event=0, int down_gemm_done_event=0, *, "
       "Tensor(a!)? out=None, Tensor(b!)? down_output=None, Tensor(c!)? "
       "expanded_to_permuted=None, Tensor(d!)? activation_lora_input=None, Tensor(e!) workspace) "
       "-> ()");
@@ -115,7 +116,7 @@ STABLE_TORCH_LIBRARY(moelora, m) {
       "fused_moe_lora_workspace_bytes(int num_tokens, int top_k, int num_experts, "
       "int num_local_experts, int hidden_size, int intermediate_size, bool fp32, int num_slots, "
       "int gate_up_rank, int gate_up_components, bool gate_up_a_shared_outer, int down_rank, "
-      "bool cuda) -> int");
+      "bool cuda, int path=0, int? workspace_limit_bytes=None) -> int");
 }
 
 namespace {

@@ -23,9 +23,12 @@ def explain(
     down_lora_delta: Tensor | None = None,
     do_finalize: bool = True,
     stream_mode: str = "auto",
+    workspace_limit_bytes: int | None = None,
     **_: object,
 ) -> str:
     """One line on the path that `fused_moe_lora` takes for these arguments, its kernel configuration and the reason.
+
+    It says so where the call is cut into chunks of tokens, to keep its workspace under a limit.
 
     The choice is made from shapes, strides and dtypes alone, so that a captured graph takes it for any contents;
     meta tensors do. On a machine without a GPU it answers for compute capability 9.0.
@@ -58,6 +61,7 @@ def explain(
         "w2_row_stride": w2.stride(1),
         "weight_on_input": int(apply_router_weight_on_input),
         "do_finalize": int(do_finalize),
+        "workspace_limit_bytes": workspace_limit_bytes,
         "has_delta": int(gate_up_lora_delta is not None or down_lora_delta is not None),
         "num_slots": 0 if lora is None else lora.num_slots,
         **_side("gate_up", lora and lora.gate_up_a, lora and lora.gate_up_b),

@@ -48,6 +48,7 @@ def fused_moe_lora(
     down_gemm_done_event: torch.cuda.Event | None = None,
     do_finalize: bool = True,
     stream_mode: str = "auto",
+    workspace_limit_bytes: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor | Unfinished:
     """One MoE layer with LoRA adapters on its experts.
@@ -92,6 +93,10 @@ def fused_moe_lora(
         do_finalize: False returns before the weighted sum, see Returns.
         stream_mode: "single" and "two" are the decomposed pipeline on one stream and on two (the adapter's work beside
             the base GEMMs), with the same bits; "auto" takes the fastest path there is. CPU always runs single.
+        workspace_limit_bytes: bounds the memory that the call takes besides its output: more than 2048 tokens are run
+            in chunks that share it, each with the kernels of its own size. A limit that not even the smallest chunks
+            can keep is a ValueError that says the least that works. None: only the fused prefill is cut, at 2 GiB. Not
+            with do_finalize=False, whose outputs are of the whole batch.
         out: [T, H], written instead of a fresh tensor; may not overlap an input.
 
     Returns:
@@ -133,7 +138,7 @@ def fused_moe_lora(
         choice(gate_up_layout, GATE_UP_LAYOUTS, "gate_up_layout"), apply_router_weight_on_input,
         routed_scaling_factor, choice(stream_mode, _PATHS, "stream_mode"),
         *(_NO_LORA if lora is None else lora.op_arguments()), None if lora is None else adapter_ids,
-        w13_bias, w2_bias, gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted,
+        w13_bias, w2_bias, gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted, workspace_limit_bytes,
     )  # fmt: skip
     if do_finalize and torch.compiler.is_compiling():
         # The functional op allocates inside, so that one graph holds for every T.
@@ -151,6 +156,7 @@ def fused_moe_lora(
     workspace_bytes = call(
         _workspace_bytes, tokens, top_k, num_experts, local_experts, hidden, inner,
         hidden_states.dtype == torch.float32, *(_NO_LORA_SIZES if lora is None else lora.op_sizes), cuda,
+        _PATHS[stream_mode], workspace_limit_bytes,
     )  # fmt: skip
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=hidden_states.device)
     streams = _NO_STREAMS
@@ -201,7 +207,7 @@ def _side_handles(
 
 
 @cache
-def _workspace_bytes(*sizes: int) -> int:
+def _workspace_bytes(*sizes: int | None) -> int:
     return torch.ops.moelora.fused_moe_lora_workspace_bytes(*sizes)
 
 

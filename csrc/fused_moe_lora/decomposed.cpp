@@ -1,5 +1,7 @@
 #include "decomposed.h"
 
+#include <algorithm>
+
 #include "../common/stream.h"
 
 namespace moelora {
@@ -65,17 +67,32 @@ class CudaDevice {
   LayerStreams streams_;
 };
 
-}  // namespace
-
-void run_decomposed_cpu(const LayerParams& layer, void* workspace_ptr) {
-  CpuDevice device;
-  DecomposedLayer<CpuDevice>(layer, device, workspace_ptr, false).run();
+// The caller's events are waited for and recorded in every chunk: the last record is what counts.
+template <class Device>
+void run_chunks(const LayerParams& layer, std::optional<int64_t> limit, Device& device,
+                void* workspace_ptr, bool cuda) {
+  const int64_t tokens = decomposed_chunk_tokens(layer, cuda, limit);
+  if (tokens == layer.num_tokens) {
+    return DecomposedLayer<Device>(layer, device, workspace_ptr, cuda).run();
+  }
+  for (int64_t first = 0; first < layer.num_tokens; first += tokens) {
+    const LayerParams chunk = layer_chunk(layer, first, std::min(tokens, layer.num_tokens - first));
+    DecomposedLayer<Device>(chunk, device, workspace_ptr, cuda).run();
+  }
 }
 
-void run_decomposed_cuda(const LayerParams& layer, const LayerStreams& streams,
-                         void* workspace_ptr) {
+}  // namespace
+
+void run_decomposed_cpu(const LayerParams& layer, std::optional<int64_t> limit,
+                        void* workspace_ptr) {
+  CpuDevice device;
+  run_chunks(layer, limit, device, workspace_ptr, false);
+}
+
+void run_decomposed_cuda(const LayerParams& layer, std::optional<int64_t> limit,
+                         const LayerStreams& streams, void* workspace_ptr) {
   CudaDevice device(streams);
-  DecomposedLayer<CudaDevice>(layer, device, workspace_ptr, true).run();
+  run_chunks(layer, limit, device, workspace_ptr, true);
 }
 
 }  // namespace moelora

@@ -231,22 +231,28 @@ void set_unfinished(LayerParams& layer, const LayerArguments& args,
   layer.lora_input_ptr = activation_lora_input->mutable_data_ptr();
 }
 
+void check_no_limit(std::optional<int64_t> limit) {
+  check_value(!limit.has_value(),
+              "workspace_limit_bytes: has no use with do_finalize=False, whose outputs are of the "
+              "whole batch");
+}
+
 void* handle(int64_t raw) { return reinterpret_cast<void*>(static_cast<intptr_t>(raw)); }
 
-void run_layer(const LayerParams& layer, LayerPath path, LayerStreams streams, const Tensor& like,
-               const Tensor& workspace) {
+void run_layer(const LayerParams& layer, LayerPath path, std::optional<int64_t> limit,
+               LayerStreams streams, const Tensor& like, const Tensor& workspace) {
   check_dtype(workspace, "workspace", ScalarType::Byte);
   check_same_device(workspace, "workspace", like, "hidden_states");
   check_contiguous(workspace, "workspace");
-  const int64_t needed = layer_workspace_bytes(layer, like.is_cuda());
+  const int64_t needed = layer_workspace_bytes(layer, path, like.is_cuda(), limit);
   check_value(workspace.numel() >= needed, "workspace: expected at least ", needed, " bytes, got ",
               workspace.numel());
   void* workspace_ptr = workspace.mutable_data_ptr();
-  if (like.is_cpu()) return run_decomposed_cpu(layer, workspace_ptr);
+  if (like.is_cpu()) return run_decomposed_cpu(layer, limit, workspace_ptr);
   require_supported_device(like.get_device_index());
   DeviceScope scope(like);
   streams.main = current_stream(like);
-  run_layer_cuda(layer, path, is_sm90(like.get_device_index()), streams, workspace_ptr);
+  run_layer_cuda(layer, path, is_sm90(like.get_device_index()), limit, streams, workspace_ptr);
 }
 
 }  // namespace
@@ -255,8 +261,10 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
                                        int64_t num_local_experts, int64_t hidden_size,
                                        int64_t intermediate_size, bool fp32, int64_t num_slots,
                                        int64_t gate_up_rank, int64_t gate_up_components,
-                                       bool gate_up_a_shared_outer, int64_t down_rank, bool cuda) {
+                                       bool gate_up_a_shared_outer, int64_t down_rank, bool cuda,
+                                       int64_t path, std::optional<int64_t> workspace_limit_bytes) {
   check_value(num_experts >= 1, "num_experts: expected 1 or more, got ", num_experts);
+  check_choice(path, kNumLayerPaths, "path");
   LayerParams layer = {};
   layer.num_tokens = num_tokens;
   layer.top_k = static_cast<int32_t>(top_k);
@@ -273,7 +281,7 @@ int64_t fused_moe_lora_workspace_bytes(int64_t num_tokens, int64_t top_k, int64_
   // Nothing is read: only whether a side has adapters counts.
   if (layer.gate_up.exists()) layer.gate_up.a_ptr = layer.gate_up.b_ptr = &layer;
   if (layer.down.exists()) layer.down.a_ptr = layer.down.b_ptr = &layer;
-  return layer_workspace_bytes(layer, cuda);
+  return layer_workspace_bytes(layer, static_cast<LayerPath>(path), cuda, workspace_limit_bytes);
 }
 
 void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Tensor& w2,
@@ -287,9 +295,10 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
                         const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
                         const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
                         const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
-                        int64_t side_stream, int64_t fork_event, int64_t join_event,
-                        int64_t lora_ready_event, int64_t down_gemm_done_event,
-                        const OptionalTensor& out, const OptionalTensor& down_output,
+                        std::optional<int64_t> workspace_limit_bytes, int64_t side_stream,
+                        int64_t fork_event, int64_t join_event, int64_t lora_ready_event,
+                        int64_t down_gemm_done_event, const OptionalTensor& out,
+                        const OptionalTensor& down_output,
                         const OptionalTensor& expanded_to_permuted,
                         const OptionalTensor& activation_lora_input, Tensor workspace) {
   const LayerArguments args{hidden_states,
@@ -322,6 +331,7 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
   if (out.has_value()) {
     set_out(layer, args, *out);
   } else {
+    check_no_limit(workspace_limit_bytes);
     set_unfinished(layer, args, down_output, expanded_to_permuted, activation_lora_input);
   }
   LayerStreams streams;
@@ -330,7 +340,8 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
   streams.join_event = handle(join_event);
   streams.lora_ready_event = handle(lora_ready_event);
   streams.down_gemm_done_event = handle(down_gemm_done_event);
-  run_layer(layer, static_cast<LayerPath>(path), streams, hidden_states, workspace);
+  run_layer(layer, static_cast<LayerPath>(path), workspace_limit_bytes, streams, hidden_states,
+            workspace);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
@@ -342,7 +353,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
     const OptionalTensor& down_b, const OptionalTensor& scaling, const OptionalTensor& ranks,
     const OptionalTensor& adapter_ids, const OptionalTensor& w13_bias,
     const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
-    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted, bool do_finalize) {
+    const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
+    std::optional<int64_t> workspace_limit_bytes, bool do_finalize) {
   const LayerArguments args{hidden_states,
                             w13,
                             w2,
@@ -369,6 +381,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
                             down_lora_delta,
                             down_lora_delta_is_weighted};
   check_choice(path, kNumLayerPaths, "path");
+  if (!do_finalize) check_no_limit(workspace_limit_bytes);
   LayerParams layer = read_layer(args);
   const auto fresh = [&](bool wanted, std::initializer_list<int64_t> shape, ScalarType dtype) {
     return wanted ? new_tensor(hidden_states, shape, dtype) : new_tensor(hidden_states, {0}, dtype);
@@ -389,9 +402,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
     set_unfinished(layer, args, down_output, expanded_to_permuted,
                    lora_input ? OptionalTensor(activation_lora_input) : std::nullopt);
   }
-  Tensor workspace =
-      new_tensor(hidden_states, {layer_workspace_bytes(layer, cuda)}, ScalarType::Byte);
-  run_layer(layer, static_cast<LayerPath>(path), {}, hidden_states, workspace);
+  const auto layer_path = static_cast<LayerPath>(path);
+  const int64_t bytes = layer_workspace_bytes(layer, layer_path, cuda, workspace_limit_bytes);
+  Tensor workspace = new_tensor(hidden_states, {bytes}, ScalarType::Byte);
+  run_layer(layer, layer_path, workspace_limit_bytes, {}, hidden_states, workspace);
   return {out, down_output, expanded_to_permuted, activation_lora_input};
 }
 

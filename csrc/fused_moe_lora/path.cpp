@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../common/checks.h"
 #include "../fused_decode/fused_decode.h"
 #include "../fused_prefill/fused_prefill.h"
 #include "plan.h"
@@ -82,13 +83,24 @@ PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90) {
   return {Path::kDecomposed, reason};
 }
 
-int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda) {
-  int64_t bytes = plan_decomposed(layer, cuda).bytes;
-  if (!cuda || layer.num_tokens == 0) return bytes;
-  if (layer.num_tokens <= kDecodeMaxTokens) {
-    return std::max(bytes, fused_decode_workspace_bytes(fused_decode_params(layer, nullptr)));
+int64_t layer_workspace_bytes(const LayerParams& layer, LayerPath path, bool cuda,
+                              std::optional<int64_t> limit) {
+  const auto needed = [&](std::optional<int64_t> allowed) {
+    const int64_t tokens = decomposed_chunk_tokens(layer, cuda, allowed);
+    const int64_t bytes = plan_decomposed(layer_chunk(layer, 0, tokens), cuda).bytes;
+    if (path == LayerPath::kDecomposed || !cuda || layer.num_tokens == 0) return bytes;
+    if (layer.num_tokens <= kDecodeMaxTokens) {
+      return std::max(bytes, fused_decode_workspace_bytes(fused_decode_params(layer, nullptr)));
+    }
+    const int64_t prefill_limit = allowed.value_or(kFusedPrefillWorkspaceLimit);
+    return std::max(bytes, fused_prefill_workspace_bytes(layer, prefill_limit));
+  };
+  const int64_t bytes = needed(limit);
+  if (limit.has_value() && bytes > *limit) {
+    check_value(false, "workspace_limit_bytes: expected at least ", needed(0),
+                " for this call, got ", *limit);
   }
-  return std::max(bytes, fused_prefill_workspace_bytes(layer));
+  return bytes;
 }
 
 }  // namespace moelora

@@ -1,6 +1,8 @@
 // Which path a call takes: decided from shapes alone, and explained by moelora.explain.
 #pragma once
 
+#include <optional>
+
 #include "../fused_decode/fused_decode.h"
 #include "layer.h"
 
@@ -27,11 +29,13 @@ PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90);
 
 FusedDecodeParams fused_decode_params(const LayerParams& layer, void* workspace_ptr);
 
-// Workspace that any path of this call may need.
-int64_t layer_workspace_bytes(const LayerParams& layer, bool cuda);
+// Workspace that any path of this call may need. Under `limit`, which cuts more than
+// kMinPrefillChunk tokens into chunks that share the workspace; raises where that is impossible.
+int64_t layer_workspace_bytes(const LayerParams& layer, LayerPath path, bool cuda,
+                              std::optional<int64_t> limit);
 
 // sm90: the GPU is of compute capability 9.0.
 void run_layer_cuda(const LayerParams& layer, LayerPath path, bool sm90,
-                    const LayerStreams& streams, void* workspace_ptr);
+                    std::optional<int64_t> limit, const LayerStreams& streams, void* workspace_ptr);
 
 }  // namespace moelora

@@ -2,6 +2,8 @@
 // shapes.
 #pragma once
 
+#include <optional>
+
 #include "layer.h"
 
 namespace moelora {
@@ -19,9 +21,18 @@ struct DecomposedPlan {
 // scratch of the CUDA kernels.
 DecomposedPlan plan_decomposed(const LayerParams& layer, bool cuda);
 
-// Runs the layer. `workspace_ptr`: plan_decomposed(...).bytes of scratch, contents arbitrary.
-void run_decomposed_cpu(const LayerParams& layer, void* workspace_ptr);
-void run_decomposed_cuda(const LayerParams& layer, const LayerStreams& streams,
-                         void* workspace_ptr);
+// The call for tokens first..first+tokens-1 only, of a finished layer.
+LayerParams layer_chunk(const LayerParams& layer, int64_t first, int64_t tokens);
+
+// Tokens that the layer is run for at a time: all of them where there is no limit or their plan
+// stays under it, else even chunks, until kMinPrefillChunk.
+int64_t decomposed_chunk_tokens(const LayerParams& layer, bool cuda, std::optional<int64_t> limit);
+
+// Runs the layer in such chunks. `workspace_ptr`: scratch for the plan of the first, contents
+// arbitrary.
+void run_decomposed_cpu(const LayerParams& layer, std::optional<int64_t> limit,
+                        void* workspace_ptr);
+void run_decomposed_cuda(const LayerParams& layer, std::optional<int64_t> limit,
+                         const LayerStreams& streams, void* workspace_ptr);
 
 }  // namespace moelora

@@ -3,12 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 
 #include "../fused_decode/fused_decode_config.h"
 #include "../fused_moe_lora/path.h"
+#include "../fused_moe_lora/plan.h"
 #include "../fused_prefill/fused_prefill.h"
+#include "../fused_prefill/prefill_layout.h"
 #include "../grouped_gemm/grouped_gemm_config.h"
 #include "../moe_sort/moe_sort.h"
 
@@ -62,25 +65,39 @@ LayerParams layer_of(const py::dict& sizes) {
   return layer;
 }
 
+// The kernel configuration of a path that runs the layer for `tokens` tokens at a time.
+std::string with_chunks(const char* config, const LayerParams& layer, int64_t tokens) {
+  if (tokens >= layer.num_tokens) return config;
+  return std::string(config) + ", chunks of " + std::to_string(tokens) + " tokens";
+}
+
 // (path, kernel configuration, reason) of one call on a GPU of compute capability 9.0 or another.
 std::tuple<std::string, std::string, std::string> explain(const py::dict& sizes, bool decomposed,
                                                           bool sm90) {
   const LayerParams layer = layer_of(sizes);
+  const auto limit = sizes["workspace_limit_bytes"].cast<std::optional<int64_t>>();
   const LayerPath asked = decomposed ? LayerPath::kDecomposed : LayerPath::kAuto;
   const PathChoice choice = choose_path(layer, asked, sm90);
   switch (choice.path) {
     case Path::kFusedDecode:
       return {"fused_decode", fused_decode_config_name(fused_decode_params(layer, nullptr)),
               choice.reason};
-    case Path::kFusedPrefill:
-      return {"fused_prefill", fused_prefill_config_name(layer), choice.reason};
+    case Path::kFusedPrefill: {
+      const auto plan =
+          fused_prefill::plan_prefill(layer, limit.value_or(kFusedPrefillWorkspaceLimit));
+      const char* config = kFusedPrefillConfigs[plan.config_index].name;
+      return {"fused_prefill", with_chunks(config, layer, plan.chunk_tokens), choice.reason};
+    }
     case Path::kDecomposed:
       break;
   }
+  const int64_t tokens = decomposed_chunk_tokens(layer, true, limit);
+  const LayerParams chunk = layer_chunk(layer, 0, tokens);
   const auto& table = sm90 ? kSm90GroupedGemmConfigs : kSm100GroupedGemmConfigs;
-  const int64_t rows = layer.num_pairs() + kTileRows * int64_t{layer.num_local_experts};
-  const int index = pick_grouped_gemm_config(table, layer.expected_rows(), rows);
-  return {"decomposed", index < 0 ? "none" : table[index].name, choice.reason};
+  const int64_t rows = chunk.num_pairs() + kTileRows * int64_t{layer.num_local_experts};
+  const int index = pick_grouped_gemm_config(table, chunk.expected_rows(), rows);
+  const char* config = index < 0 ? "none" : table[index].name;
+  return {"decomposed", with_chunks(config, layer, tokens), choice.reason};
 }
 
 }  // namespace

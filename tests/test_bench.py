@@ -4,6 +4,7 @@ import pytest
 import torch
 from layer_cases import make
 
+from moelora.bench.__main__ import HEADER, line, parse
 from moelora.bench.grouped_mm import GroupedAdapters, grouped_mm_layer
 from moelora.reference import moe_lora_reference
 from moelora.testing import Shape, poisoned_memory, random_lora, row_errors
@@ -36,3 +37,31 @@ def test_the_grouped_mm_composition_is_right(tokens, adapters, num_experts):
         *arguments, lora=lora, adapter_ids=adapter_ids, num_experts=num_experts, dtype=torch.float32
     )
     assert row_errors(got, expected).max() <= 0.06
+
+
+RESULT = {
+    "shape": "S1", "tokens": 16, "adapters": "1 x r16", "us": {"auto": 50.0, "grouped_mm": 100.0},
+    "error": {"auto": 1e-3, "two": 0.5, "grouped_mm": 2e-3}, "peak_bytes": {"auto": 3 << 20, "grouped_mm": 5 << 19},
+    "floor_us": 40.0,
+}  # fmt: skip
+
+
+def test_a_line_has_every_figure():
+    fields = line(RESULT, "auto", {"us": {"auto": 40.0}}).split()
+    assert fields[:2] == ["S1", "16"]
+    assert fields[-8:] == ["auto", "50.0", "40.0", "0.80", "1.250", "2.00", "3.0", "1.0e-03"]
+    assert HEADER.split()[-5:] == ["x", "gr.mm", "MiB", "worst", "row"]
+    assert line(RESULT, "grouped_mm", None).split()[-4:] == ["-", "1.00", "2.5", "2.0e-03"]
+
+
+def test_a_wrong_result_prints_no_time():
+    text = line(RESULT, "two", None)
+    assert "WRONG" in text and "5.0e-01" in text
+
+
+def test_arguments():
+    args = parse(["--adapters", "0", "4x32m", "--workspace-limit", "512"])
+    assert [str(adapters) for adapters in args.adapters] == ["none", "4 x r32 + base"]
+    assert args.workspace_limit == 512
+    with pytest.raises(SystemExit):
+        parse(["--adapters", "4y32"])

@@ -2,7 +2,8 @@
 
 Every line is one shape, token count and set of adapters. All systems run the same data in CUDA graphs over several
 layers with weights of their own (so that nothing stays in L2), taking turns; medians. A result that disagrees with
-the float32 oracle prints no time.
+the float32 oracle prints no time. MiB: the most memory that one layer holds beside its inputs and weights; for moelora
+that is its workspace, for the others their intermediates and the output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 import moelora
 from moelora.bench.layers import SYSTEMS, Problem, Weights
 from moelora.bench.shapes import BENCH_SHAPES, Adapters
-from moelora.bench.timing import capture, median_us
+from moelora.bench.timing import capture, median_us, peak_bytes
 from moelora.testing.errors import BOUNDS
 
 # A row of bf16 peers may round more often than ours.
@@ -45,6 +46,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="0: none; 1x16: one of rank 16; 4x32m: four of rank 32 mixed with rows that have none",
     )  # fmt: skip
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["auto", "grouped_mm"])
+    parser.add_argument(
+        "--workspace-limit", type=float, metavar="MiB", help="moelora's workspace_limit_bytes; default: none"
+    )
     parser.add_argument("--replays", type=int, default=50, help="timed replays of each graph (median)")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--plot", type=Path, help="draw time and floor against T to this PNG (needs matplotlib)")
@@ -52,8 +56,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def time_problem(problem: Problem, systems: list[str], replays: int) -> dict:
-    errors, graphs = {}, {}
+    errors, graphs, peaks = {}, {}, {}
     for system in systems:
+        problem.run_layer(system)
+        peaks[system] = peak_bytes(lambda system=system: problem.run_layer(system))
         for out in problem.outs:
             out.fill_(math.nan)
         graphs[system] = capture(lambda system=system: problem.run(system))
@@ -64,7 +70,9 @@ def time_problem(problem: Problem, systems: list[str], replays: int) -> dict:
     right = {name: graph for name, graph in graphs.items() if errors[name] <= bound[name]}
     layers = len(problem.layers)
     times = {name: time / layers for name, time in median_us(right, replays).items()}
-    return {"us": times, "error": errors, "floor_us": problem.floor_us(), "layers": layers}
+    return {
+        "us": times, "error": errors, "peak_bytes": peaks, "floor_us": problem.floor_us(), "layers": layers
+    }  # fmt: skip
 
 
 def line(result: dict, system: str, base: dict | None) -> str:
@@ -76,12 +84,14 @@ def line(result: dict, system: str, base: dict | None) -> str:
     against = f"{peer / time:8.2f}" if peer else f"{'-':>8}"
     no_adapter = (base or {}).get("us", {}).get(system)
     ratio = f"{time / no_adapter:9.3f}" if no_adapter else f"{'-':>9}"
-    return f"{head} {time:9.1f} {floor:9.1f} {floor / time:7.2f} {ratio} {against}   {result['error'][system]:.1e}"
+    mib = result["peak_bytes"][system] / 2**20
+    figures = f"{time:9.1f} {floor:9.1f} {floor / time:7.2f} {ratio} {against} {mib:8.1f}"
+    return f"{head} {figures}   {result['error'][system]:.1e}"
 
 
 HEADER = (
     f"{'shape':>12} {'T':>6} {'adapters':>14} {'system':>11} {'us':>9} {'floor us':>9} {'share':>7} "
-    f"{'x no LoRA':>9} {'x gr.mm':>8}   worst row"
+    f"{'x no LoRA':>9} {'x gr.mm':>8} {'MiB':>8}   worst row"
 )
 
 
@@ -92,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"moelora.bench needs a GPU: {reason}")
         return 1
     device = torch.device("cuda")
+    limit = None if args.workspace_limit is None else int(args.workspace_limit * 2**20)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, moelora {moelora.build_info()}")
     print(HEADER, flush=True)
     results, wrong = [], 0
@@ -101,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             for adapters in args.adapters:
                 weights = Weights(BENCH_SHAPES[shape_name], adapters, torch.bfloat16, device)
                 for tokens in args.tokens:
-                    problem = Problem(weights, tokens)
+                    problem = Problem(weights, tokens, limit)
                     result = time_problem(problem, args.systems, args.replays)
                     result |= {"shape": shape_name, "tokens": tokens, "adapters": str(adapters)}
                     results.append(result)

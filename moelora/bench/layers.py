@@ -71,9 +71,10 @@ class Weights:
 class Problem:
     """One token count on given weights: inputs, the systems' runs, the floor, and the check against the oracle."""
 
-    def __init__(self, weights: Weights, tokens: int) -> None:
+    def __init__(self, weights: Weights, tokens: int, workspace_limit_bytes: int | None = None) -> None:
         shape, adapters, device = weights.shape, weights.adapters, weights.device
         self.shape, self.adapters, self.tokens = shape, adapters, tokens
+        self.workspace_limit_bytes = workspace_limit_bytes
         generator = torch.Generator(device).manual_seed(tokens)
         self.x = torch.randn(tokens, shape.layer.hidden, generator=generator, device=device, dtype=weights.dtype)
         self.adapter_ids = None
@@ -91,6 +92,10 @@ class Problem:
     def floor_us(self) -> float:
         floors = [floor_us(self.shape, layer.topk_ids, self.adapters, self.adapter_ids) for layer in self.layers]
         return sum(floors) / len(floors)
+
+    def run_layer(self, system: str) -> Tensor:
+        """The first layer once."""
+        return SYSTEMS[system](self, self.layers[0], self.outs[0])
 
     def run(self, system: str) -> None:
         """All layers once, each on the same x."""
@@ -111,7 +116,8 @@ def _moelora(stream_mode: str) -> Callable:
     def run(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
         return moelora.fused_moe_lora(
             problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, lora=layer.lora,
-            adapter_ids=problem.adapter_ids, num_experts=problem.shape.num_experts, stream_mode=stream_mode, out=out,
+            adapter_ids=problem.adapter_ids, num_experts=problem.shape.num_experts, stream_mode=stream_mode,
+            workspace_limit_bytes=problem.workspace_limit_bytes, out=out,
         )  # fmt: skip
 
     return run

@@ -23,6 +23,16 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that `run` holds at a time beside what was there before; it has run once already."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def median_us(graphs: dict[str, torch.cuda.CUDAGraph], replays: int) -> dict[str, float]:
     """Median µs of one replay of each graph, the graphs taking turns so that all see the same card state."""
     times: dict[str, list[float]] = {name: [] for name in graphs}

@@ -18,10 +18,12 @@ import torch
 
 import moelora
 from moelora.bench.layers import SYSTEMS, Problem, Weights
+from moelora.bench.peers import FOREIGN, missing, one_line
 from moelora.bench.shapes import BENCH_SHAPES, Adapters
 from moelora.bench.timing import capture, median_us, peak_bytes
 from moelora.testing.errors import BOUNDS
 
+PEERS = ("grouped_mm", *FOREIGN)
 # A row of bf16 peers may round more often than ours.
 _PEER_BOUND = 3 * BOUNDS[torch.bfloat16]
 
@@ -45,7 +47,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--adapters", nargs="+", type=adapters_argument, default=[Adapters(0, 0), Adapters(1, 16)], metavar="NxR",
         help="0: none; 1x16: one of rank 16; 4x32m: four of rank 32 mixed with rows that have none",
     )  # fmt: skip
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["auto", "grouped_mm"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["auto", "grouped_mm", "vllm"])
     parser.add_argument(
         "--workspace-limit", type=float, metavar="MiB", help="moelora's workspace_limit_bytes; default: none"
     )
@@ -56,28 +58,37 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def time_problem(problem: Problem, systems: list[str], replays: int) -> dict:
-    errors, graphs, peaks = {}, {}, {}
+    errors, graphs, peaks, refused = {}, {}, {}, {}
     for system in systems:
-        problem.run_layer(system)
-        peaks[system] = peak_bytes(lambda system=system: problem.run_layer(system))
-        for out in problem.outs:
-            out.fill_(math.nan)
-        graphs[system] = capture(lambda system=system: problem.run(system))
+        try:
+            problem.run_layer(system)
+            peaks[system] = peak_bytes(lambda system=system: problem.run_layer(system))
+            for out in problem.outs:
+                out.fill_(math.nan)
+            graphs[system] = capture(lambda system=system: problem.run(system))
+        except Exception as error:
+            if system not in FOREIGN:
+                raise
+            refused[system] = one_line(error)
+            continue
         graphs[system].replay()
         torch.cuda.synchronize()
         errors[system] = problem.error()
-    bound = {name: _PEER_BOUND if name == "grouped_mm" else BOUNDS[torch.bfloat16] for name in systems}
+    bound = {name: _PEER_BOUND if name in PEERS else BOUNDS[torch.bfloat16] for name in graphs}
     right = {name: graph for name, graph in graphs.items() if errors[name] <= bound[name]}
     layers = len(problem.layers)
     times = {name: time / layers for name, time in median_us(right, replays).items()}
     return {
-        "us": times, "error": errors, "peak_bytes": peaks, "floor_us": problem.floor_us(), "layers": layers
+        "us": times, "error": errors, "peak_bytes": peaks, "refused": refused,
+        "floor_us": problem.floor_us(), "layers": layers,
     }  # fmt: skip
 
 
 def line(result: dict, system: str, base: dict | None) -> str:
     time, floor = result["us"].get(system), result["floor_us"]
     head = f"{result['shape']:>12} {result['tokens']:>6} {result['adapters']:>14} {system:>11}"
+    if system in result["refused"]:
+        return f"{head}  {system}: {result['refused'][system]}"
     if time is None:
         return f"{head}  WRONG, worst row's error {result['error'][system]:.1e}: not timed"
     peer = result["us"].get("grouped_mm")
@@ -104,6 +115,10 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda")
     limit = None if args.workspace_limit is None else int(args.workspace_limit * 2**20)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, moelora {moelora.build_info()}")
+    for system in args.systems:
+        if reason := missing(system):
+            print(f"{system}: {reason}")
+    args.systems = [system for system in args.systems if not missing(system)]
     print(HEADER, flush=True)
     results, wrong = [], 0
     with torch.inference_mode():
@@ -119,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
                     if adapters.count == 0:
                         without[tokens] = result
                     for system in args.systems:
-                        wrong += system not in result["us"]
+                        wrong += system not in result["us"] and system not in result["refused"]
                         print(line(result, system, without.get(tokens)), flush=True)
                     del problem
                 del weights

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moelora
 from moelora.bench.grouped_mm import GroupedAdapters, grouped_mm_layer
+from moelora.bench.peers import vllm_layer
 from moelora.bench.shapes import Adapters, BenchShape, floor_us, routing
 from moelora.lora import MoELoRA
 from moelora.reference import moe_lora_reference
@@ -130,9 +131,17 @@ def _grouped_mm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def _vllm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
+    return vllm_layer(
+        problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, num_experts=problem.shape.num_experts,
+        adapters=problem.adapters.count,
+    )  # fmt: skip
+
+
 SYSTEMS: dict[str, Callable] = {
     "auto": _moelora("auto"),
     "single": _moelora("single"),
     "two": _moelora("two"),
     "grouped_mm": _grouped_mm,
+    "vllm": _vllm,
 }

@@ -103,8 +103,6 @@ LayerParams read_layer(const LayerArguments& args) {
   layer.hidden_states_stride = x.stride(0);
   layer.num_tokens = x.size(0);
   layer.hidden_size = x.size(1);
-  layer.hidden_states_ptr = x.const_data_ptr();
-  layer.hidden_states_stride = x.stride(0);
   check_shape(args.w13, "w13", {-1, -1, -1});
   const int64_t experts = args.w13.size(0), inner = args.w13.size(1) / 2;
   check_value(args.w13.size(1) % 2 == 0, "w13: expected [E_loc, 2I, H], got shape ",
@@ -301,31 +299,11 @@ void fused_moe_lora_out(const Tensor& hidden_states, const Tensor& w13, const Te
                         const OptionalTensor& down_output,
                         const OptionalTensor& expanded_to_permuted,
                         const OptionalTensor& activation_lora_input, Tensor workspace) {
-  const LayerArguments args{hidden_states,
-                            w13,
-                            w2,
-                            topk_weights,
-                            topk_ids,
-                            num_experts,
-                            expert_offset,
-                            activation,
-                            activation_alpha,
-                            activation_limit,
-                            gate_up_layout,
-                            weight_on_input,
-                            routed_scaling_factor,
-                            gate_up_a,
-                            gate_up_b,
-                            down_a,
-                            down_b,
-                            scaling,
-                            ranks,
-                            adapter_ids,
-                            w13_bias,
-                            w2_bias,
-                            gate_up_lora_delta,
-                            down_lora_delta,
-                            down_lora_delta_is_weighted};
+  const LayerArguments args(
+      hidden_states, w13, w2, topk_weights, topk_ids, num_experts, expert_offset, activation,
+      activation_alpha, activation_limit, gate_up_layout, weight_on_input, routed_scaling_factor,
+      gate_up_a, gate_up_b, down_a, down_b, scaling, ranks, adapter_ids, w13_bias, w2_bias,
+      gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted);
   check_choice(path, kNumLayerPaths, "path");
   LayerParams layer = read_layer(args);
   if (out.has_value()) {
@@ -355,31 +333,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> fused_moe_lora(
     const OptionalTensor& w2_bias, const OptionalTensor& gate_up_lora_delta,
     const OptionalTensor& down_lora_delta, bool down_lora_delta_is_weighted,
     std::optional<int64_t> workspace_limit_bytes, bool do_finalize) {
-  const LayerArguments args{hidden_states,
-                            w13,
-                            w2,
-                            topk_weights,
-                            topk_ids,
-                            num_experts,
-                            expert_offset,
-                            activation,
-                            activation_alpha,
-                            activation_limit,
-                            gate_up_layout,
-                            weight_on_input,
-                            routed_scaling_factor,
-                            gate_up_a,
-                            gate_up_b,
-                            down_a,
-                            down_b,
-                            scaling,
-                            ranks,
-                            adapter_ids,
-                            w13_bias,
-                            w2_bias,
-                            gate_up_lora_delta,
-                            down_lora_delta,
-                            down_lora_delta_is_weighted};
+  const LayerArguments args(
+      hidden_states, w13, w2, topk_weights, topk_ids, num_experts, expert_offset, activation,
+      activation_alpha, activation_limit, gate_up_layout, weight_on_input, routed_scaling_factor,
+      gate_up_a, gate_up_b, down_a, down_b, scaling, ranks, adapter_ids, w13_bias, w2_bias,
+      gate_up_lora_delta, down_lora_delta, down_lora_delta_is_weighted);
   check_choice(path, kNumLayerPaths, "path");
   if (!do_finalize) check_no_limit(workspace_limit_bytes);
   LayerParams layer = read_layer(args);

@@ -104,12 +104,36 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* ptr) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
   return v;
 }
+// Adds one; what this thread has seen or stored before comes before it for whoever acquires it.
+__device__ __forceinline__ void add_release(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+// The same, acquiring what the earlier ones released; returns the count before.
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
+  return before;
+}
 // Orders this thread's shared memory accesses before later copies of the async proxy.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// The same, and whether `value` holds for any of the threads.
+__device__ __forceinline__ bool named_barrier_or(int id, int threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.u32 in, %3, 0;\n"
+      "barrier.cta.red.or.pred out, %1, %2, in;\nselp.u32 %0, 1, 0, out;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return any != 0;
 }
 
 // Programmatic dependent launch: the next kernel may start now / wait for the previous one's

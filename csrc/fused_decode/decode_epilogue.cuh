@@ -14,39 +14,60 @@ __device__ __forceinline__ float2 load_bias2(const void* bias, int64_t element) 
   return ptx::unpack2<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + element));
 }
 
+// Calls visit(n, component, rank, first) for every two neighbouring ranks that a shrink tile holds
+// of a segment's vectors: pair n of the segment, gate's or up's vector, the rank, and its place
+// among the tile's ranks.
+template <class Visit>
+__device__ __forceinline__ void for_each_rank_pair(const KernelParams& k, bool gate_up,
+                                                   int rank_block, int count, int thread,
+                                                   Visit&& visit) {
+  const int covered = shrink_ranks(k.p, gate_up), components = gate_up ? 2 : 1;
+  const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
+  const int pairs_per_row = covered / 2;
+  for (int i = thread; i < count * components * pairs_per_row; i += kGroupThreads) {
+    const int first = i % pairs_per_row * 2, row = i / pairs_per_row;
+    const int rank = rank_block * covered + first;
+    if (rank < v_ranks) visit(row / components, row % components, rank, first);
+  }
+}
+// The sums of a shrink tile for those.
+template <class C>
+__device__ __forceinline__ float2 read_shrink_sums(const KernelParams& k, const float* sums,
+                                                   bool gate_up, int n, int component, int first) {
+  const int covered = shrink_ranks(k.p, gate_up);
+  // With an A of each, the tile holds 16 rows of gate's, then 16 of up's.
+  const int row = gate_up && covered < kShrinkRows ? component * covered + first : first;
+  return read_sums2<C, kShrinkRows>(sums, n, row);
+}
+
 // v = scale * A x of one segment, zero from the slot's rank up to the next multiple of 16. Gate's
 // and up's vectors are both stored, scaled by their own factors, where they share one A as well.
 template <class C, class T>
 __device__ __forceinline__ void store_rank_vectors(const KernelParams& k, const float* sums,
-                                                   bool gate_up, int block, const Segment& segment,
+                                                   bool gate_up, int rank_block,
+                                                   const Segment& segment,
                                                    const uint32_t* item_entries, int thread) {
-  const int rank = rank_of(segment, gate_up), covered = shrink_ranks(k.p, gate_up);
+  const int slot_rank = rank_of(segment, gate_up), components = gate_up ? 2 : 1;
   const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
-  const int components = gate_up ? 2 : 1;
   T* v = static_cast<T*>(gate_up ? k.gate_up_v : k.down_v);
   const float* scaling =
       k.p.scaling_ptr == nullptr ? nullptr : k.p.scaling_ptr + 3 * segment.slot + (gate_up ? 0 : 2);
-  const int pairs_per_row = covered / 2;
-  const int total = segment.count * components * pairs_per_row;
-  for (int i = thread; i < total; i += kGroupThreads) {
-    const int j = i % pairs_per_row * 2, row = i / pairs_per_row;
-    const int component = row % components, n = row / components;
-    const int at = block * covered + j;  // rank
-    if (at >= v_ranks) continue;
-    // With an A of each, the tile holds 16 rows of gate's, then 16 of up's.
-    const int sum_row = gate_up && covered < kShrinkRows ? component * covered + j : j;
-    const float2 sum = read_sums2<C, kShrinkRows>(sums, n, sum_row);
-    const float scale = scaling == nullptr ? 1.0f : scaling[component];
-    const uint32_t value =
-        ptx::pack2<T>(at < rank ? scale * sum.x : 0.0f, at + 1 < rank ? scale * sum.y : 0.0f);
-    const int pair = pair_of(item_entries[segment.begin + n]);
-    *reinterpret_cast<uint32_t*>(v + (pair * components + component) * v_ranks + at) = value;
-  }
+  for_each_rank_pair(
+      k, gate_up, rank_block, segment.count, thread,
+      [&](int n, int component, int rank, int first) {
+        const float2 sum = read_shrink_sums<C>(k, sums, gate_up, n, component, first);
+        const float scale = scaling == nullptr ? 1.0f : scaling[component];
+        const uint32_t value = ptx::pack2<T>(rank < slot_rank ? scale * sum.x : 0.0f,
+                                             rank + 1 < slot_rank ? scale * sum.y : 0.0f);
+        const int pair = pair_of(item_entries[segment.begin + n]);
+        *reinterpret_cast<uint32_t*>(v + (pair * components + component) * v_ranks + rank) = value;
+      });
 }
 
-// z = act(gate, up) of one gate_up tile.
+// z = act(gate, up) of one gate_up tile; where tiles are direct also into shared memory, after the
+// sums: fp32 [tokens, columns of the tile], of the rounded values.
 template <class C, class T>
-__device__ __forceinline__ void store_z(const KernelParams& k, const float* sums, int block,
+__device__ __forceinline__ void store_z(const KernelParams& k, float* sums, int block,
                                         const Item& item, const uint32_t* entries, int thread) {
   const FusedDecodeParams& p = k.p;
   const int inter = static_cast<int>(p.intermediate_size);
@@ -88,7 +109,12 @@ __device__ __forceinline__ void store_z(const KernelParams& k, const float* sums
     }
     const float z0 = gated_activation(p.activation, gate.x, up.x, p.alpha, p.limit);
     const float z1 = gated_activation(p.activation, gate.y, up.y, p.alpha, p.limit);
-    *reinterpret_cast<uint32_t*>(z + int64_t{pair} * inter + column) = ptx::pack2<T>(z0, z1);
+    const uint32_t rounded = ptx::pack2<T>(z0, z1);
+    *reinterpret_cast<uint32_t*>(z + int64_t{pair} * inter + column) = rounded;
+    if constexpr (C::kDirect) {
+      *reinterpret_cast<float2*>(sums + C::kSumFloats + n * (C::kGateUpRows / 2) + j) =
+          ptx::unpack2<T>(rounded);
+    }
   }
 }
 

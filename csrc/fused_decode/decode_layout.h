@@ -37,6 +37,8 @@ MOELORA_HOST_DEVICE constexpr int64_t ceil_div(int64_t value, int64_t by) {
 // twice.
 MOELORA_HOST_DEVICE constexpr int token_pitch(int columns) { return columns * 2 + 16; }
 
+constexpr int kMaxDirectTokens = 2;
+
 template <int kConfigIndex>
 struct Tiles {
   static constexpr FusedDecodeConfig kConfig = kFusedDecodeConfigs[kConfigIndex];
@@ -44,6 +46,7 @@ struct Tiles {
   static constexpr int kGateUpColumns = kConfig.gate_up_columns;
   static constexpr int kDownColumns = kConfig.down_columns;
   static constexpr int kMaxTokens = kConfig.max_tokens;
+  static constexpr int kTokenBlocks = (kMaxTokens + 7) / 8;  // of the 8 columns of an mma
   static constexpr bool kDirect = kConfig.direct;
   // An expand stage of a direct tile holds several chunks of 32 ranks, of one segment each.
   static constexpr int kDirectChunks = kDownColumns / kExpandColumns;
@@ -51,15 +54,20 @@ struct Tiles {
   static constexpr int max2(int a, int b) { return a > b ? a : b; }
   static constexpr int kWeightBytes =
       2 * max2(kGateUpRows * kGateUpColumns, kDownRows* kDownColumns);
-  // Room for shrink stages of 256 columns x 8 tokens or 128 x 16 in any case.
+  // Room for wide shrink stages in any case: 128 columns x 16 tokens.
   static constexpr int kTokenBytes =
-      max2(kMaxTokens * token_pitch(max2(kGateUpColumns, kDownColumns)), 16 * token_pitch(128));
+      max2(kMaxTokens * token_pitch(max2(kGateUpColumns, kDownColumns)),
+           kDirect ? 0 : 16 * token_pitch(128));
 
+  // Token rows of a stage for a tile of `blocks` x 8 tokens.
+  MOELORA_HOST_DEVICE static constexpr int stage_tokens(int blocks) {
+    return blocks * 8 < kMaxTokens ? blocks * 8 : kMaxTokens;
+  }
   // Columns of a shrink stage for a tile of `blocks` x 8 tokens: as wide as fits, because a shrink
   // stage carries few rows.
   MOELORA_HOST_DEVICE static constexpr int shrink_columns(int blocks) {
     for (int columns = 256; columns > 64; columns /= 2) {
-      if (blocks * 8 * token_pitch(columns) <= kTokenBytes &&
+      if (stage_tokens(blocks) * token_pitch(columns) <= kTokenBytes &&
           kShrinkRows * columns * 2 <= kWeightBytes) {
         return columns;
       }
@@ -71,14 +79,21 @@ struct Tiles {
   static constexpr int sum_floats(int rows) {
     return (rows % (16 * kGroupWarps) == 0 ? 1 : kGroupWarps) * kMaxTokens * (rows + 4);
   }
+  static constexpr int kSumFloats =
+      max2(max2(sum_floats(kGateUpRows), sum_floats(kDownRows)), sum_floats(kShrinkRows));
+  // Direct: then the z of the tile, for the down shrink, and the gate_up rank vectors.
   static constexpr int kSumBytes =
-      4 * max2(max2(sum_floats(kGateUpRows), sum_floats(kDownRows)), sum_floats(kShrinkRows));
+      4 * (kSumFloats + (kDirect ? kMaxTokens * (kGateUpRows / 2 + 2 * kMaxRank) : 0));
+  // Direct: blocks that share the columns of one gate_up shrink. Few tokens have few segments, and
+  // every gate_up tile waits for them.
+  static constexpr int kShrinkParts = kDirect ? 4 : 1;
 
   static_assert(kGateUpColumns % 64 == 0 && kDownColumns % 64 == 0, "64 columns a swizzled block");
   static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");
   static_assert(kMaxTokens * kExpandPitch <= kTokenBytes, "rank vectors fit a stage");
   static_assert(kShrinkRows * 64 * 2 <= kWeightBytes, "a shrink stage fits");
   static_assert(!kDirect || kDownRows == 16, "one fragment of rows a direct tile");
+  static_assert(!kDirect || kMaxTokens == kMaxDirectTokens, "a column a token");
 };
 
 // Experts that one direct down tile adds up: about 96 KB of weights, so that tiles are neither the
@@ -105,7 +120,7 @@ struct Segment {
 // What a direct down tile needs of an item: by token, the router weight (a repeated id's weights
 // added up) and whether the token chose this expert.
 struct DirectItem {
-  float weights[8];
+  float weights[kMaxDirectTokens];
   uint32_t token_mask;
 };
 
@@ -144,26 +159,19 @@ constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
   return layout;
 }
 
-// Bytes of the prologue's scratch: counts and first places by expert, unsorted keys and their
-// experts, slots by token.
-MOELORA_HOST_DEVICE constexpr int64_t scratch_bytes(int64_t tokens, int64_t pairs,
-                                                    int64_t experts) {
-  return 2 * 4 * round_up(experts, 128) + 4 * pairs + 2 * pairs + 2 * round_up(tokens, 2);
-}
-
 // Workspace: counters (zeroed by each call), then z [P, I], then y [P, H] or, for direct tiles,
 // fp32 sums [pieces, T, H], then rank vectors [P, 2, R1 rounded up to 16] (gate, up; scaled) and
-// [P, R2 rounded up to 16].
+// [P, R2 rounded up to 16]. Direct tiles have, in place of the first, the fp32 sums [P, parts, 2,
+// R1 rounded up] by part of the columns, and those of the second last: [P, gate_up tiles, R2
+// rounded up].
 struct Workspace {
-  int64_t counters, z, y, gate_up_v, down_v, bytes;  // byte offsets
+  int64_t counters, z, y, gate_up_v, down_v, down_parts, bytes;  // byte offsets
   int32_t num_counters, max_items, max_segments;
 };
 
-// Counters: [0] next ticket; in all, [1] gate_up, [2] gate_up shrink, [3] down shrink tiles done;
-// then by item: gate_up tiles done; by segment: gate_up shrink tiles done; by segment: down shrink
-// tiles done; by row block: direct tiles done.
-constexpr int kTicketCounter = 0, kAllZCounter = 1, kAllGateUpVCounter = 2, kAllDownVCounter = 3,
-              kItemCounters = 4;
+// Counters: next ticket; then by item: gate_up tiles done; by segment: gate_up shrink tiles done;
+// by segment: down shrink tiles done; by row block: direct tiles done.
+constexpr int kTicketCounter = 0, kItemCounters = 1;
 
 inline bool has_gate_up_lora(const FusedDecodeParams& p) {
   return p.slots.num_slots > 0 && p.gate_up_a.ptr != nullptr && p.gate_up_b.ptr != nullptr;
@@ -175,7 +183,7 @@ inline bool has_down_lora(const FusedDecodeParams& p) {
 // The tile configuration that the call's shapes pick.
 inline int config_index(const FusedDecodeParams& p) {
   const int64_t pairs = p.num_tokens * p.top_k;
-  return fused_decode_config_index(p.num_tokens, pairs * p.num_local_experts / p.num_experts,
+  return fused_decode_config_index(p.num_tokens, pairs, pairs * p.num_local_experts / p.num_experts,
                                    ceil_div(pairs, p.num_experts));
 }
 
@@ -197,9 +205,17 @@ inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) 
   w.gate_up_v =
       w.y + round_up((config.direct ? 4 * pieces * p.num_tokens : 2 * pairs) * p.hidden_size, 256);
   w.down_v = w.gate_up_v;
-  if (has_gate_up_lora(p)) w.down_v += round_up(4 * pairs * round_up(p.gate_up_rank, 16), 256);
-  w.bytes = w.down_v;
-  if (has_down_lora(p)) w.bytes += round_up(2 * pairs * round_up(p.down_rank, 16), 256);
+  const int64_t gate_up_vectors = 2 * pairs * round_up(p.gate_up_rank, 16);
+  const int64_t down_vectors = pairs * round_up(p.down_rank, 16);
+  if (has_gate_up_lora(p)) {
+    w.down_v += round_up(
+        gate_up_vectors * (config.direct ? 4 * Tiles<kDirectConfig>::kShrinkParts : 2), 256);
+  }
+  w.down_parts = w.down_v + (has_down_lora(p) ? round_up(2 * down_vectors, 256) : 0);
+  w.bytes = w.down_parts;
+  if (config.direct && has_down_lora(p)) {
+    w.bytes += 4 * down_vectors * ceil_div(p.intermediate_size, config.gate_up_rows / 2);
+  }
   return w;
 }
 

@@ -62,7 +62,7 @@ struct Scratch {
   uint32_t* keys;         // [P] unsorted entries
   uint16_t* experts;      // [P] the expert of each key
   uint16_t* token_slots;  // [T]
-  float* weights;         // [P], for direct tiles
+  uint16_t* token_ranks;  // [T] gate_up and down rank of the token's slot, a byte each
 };
 __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int experts) {
   Scratch s;
@@ -71,8 +71,8 @@ __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int e
   s.bases = s.counts + padded;
   s.keys = reinterpret_cast<uint32_t*>(s.bases + padded);
   s.experts = reinterpret_cast<uint16_t*>(s.keys + pairs);
-  s.token_slots = s.experts + (pairs + 1) / 2 * 2;
-  s.weights = reinterpret_cast<float*>(s.token_slots + (pairs + 1) / 2 * 2);
+  s.token_slots = s.experts + pairs;
+  s.token_ranks = s.token_slots + pairs;
   return s;
 }
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ int place_experts(const Scratch& s, uint32_t* items, 
   return items_before;
 }
 
-// Calls visit(slot, begin, end) for each run of equal slots of an item, runs without a slot left
+// Calls visit(begin, end) for each run of equal slots of an item, runs without a slot left
 // out.
 template <class Visit>
 __device__ __forceinline__ void for_each_run(const uint32_t* entries, const Item& item,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void for_each_run(const uint32_t* entries, const Item
   for (int i = begin + 1; i <= item.count; i++) {
     const uint32_t next = i < item.count ? slot_of(entries[item.start + i]) : kNoSlot + 1;
     if (next == slot) continue;
-    if (slot != kNoSlot) visit(slot, first, i);
+    if (slot != kNoSlot) visit(first, i);
     slot = next;
     first = i;
   }
@@ -141,16 +141,42 @@ struct ListTotals {
   int segments;
   int gate_up_rank, down_rank;  // the largest of the slots present
   int items;
-  int gate_up_shrinks, down_shrinks;  // shrink tiles
 };
 
-// Segments of all items, whose entries are sorted.
+// Segments of all items, whose entries are sorted. `mixed`: the tokens have more than one slot.
 __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const Lists& lists,
-                                               int num_items, int gate_up_rank, int down_rank,
+                                               const Scratch& s, bool mixed, int num_items,
                                                ListTotals& totals, int tid) {
+  const auto make_segment = [&](int item, const uint32_t* entries, int begin, int end) {
+    const int ranks = s.token_ranks[pair_of(entries[begin]) / p.top_k];
+    Segment segment;
+    segment.item = static_cast<uint16_t>(item);
+    segment.slot = static_cast<uint16_t>(slot_of(entries[begin]));
+    segment.begin = static_cast<uint8_t>(begin);
+    segment.count = static_cast<uint8_t>(end - begin);
+    segment.gate_up_rank = static_cast<uint8_t>(ranks & 0xff);
+    segment.down_rank = static_cast<uint8_t>(ranks >> 8);
+    return segment;
+  };
+  if (!mixed) {
+    // One segment an item, or none at all.
+    if (s.token_slots[0] == kNoSlot) return;
+    for (int i = tid; i < num_items; i += kThreads) {
+      const Item item = unpack_item(lists.items[i]);
+      lists.segments[i] = make_segment(i, lists.entries + item.start, 0, item.count);
+      lists.first_segments[i] = static_cast<uint16_t>(i);
+    }
+    if (tid == 0) {
+      lists.first_segments[num_items] = static_cast<uint16_t>(num_items);
+      totals.segments = num_items;
+      totals.gate_up_rank = s.token_ranks[0] & 0xff;
+      totals.down_rank = s.token_ranks[0] >> 8;
+    }
+    return;
+  }
   for (int i = tid; i < num_items; i += kThreads) {
     int runs = 0;
-    for_each_run(lists.entries, unpack_item(lists.items[i]), [&](uint32_t, int, int) { runs++; });
+    for_each_run(lists.entries, unpack_item(lists.items[i]), [&](int, int) { runs++; });
     lists.first_segments[i] = static_cast<uint16_t>(runs);
   }
   __syncthreads();
@@ -170,64 +196,23 @@ __device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const
   }
   __syncthreads();
   for (int i = tid; i < num_items; i += kThreads) {
-    int at = lists.first_segments[i];
-    for_each_run(
-        lists.entries, unpack_item(lists.items[i]), [&](uint32_t slot, int begin, int end) {
-          Segment segment;
-          segment.item = static_cast<uint16_t>(i);
-          segment.slot = static_cast<uint16_t>(slot);
-          segment.begin = static_cast<uint8_t>(begin);
-          segment.count = static_cast<uint8_t>(end - begin);
-          segment.gate_up_rank =
-              static_cast<uint8_t>(p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank));
-          segment.down_rank = static_cast<uint8_t>(p.slots.rank(slot, LoraPart::kDown, down_rank));
-          lists.segments[at++] = segment;
-          atomicMax(&totals.gate_up_rank, int{segment.gate_up_rank});
-          atomicMax(&totals.down_rank, int{segment.down_rank});
-          atomicAdd(&totals.gate_up_shrinks, shrink_tiles(p, segment.gate_up_rank, true));
-          atomicAdd(&totals.down_shrinks, shrink_tiles(p, segment.down_rank, false));
-        });
-  }
-}
-
-// Direct tiles have one column a token, so a repeated id must count once, with its weights added
-// up into `weight`: drops the later pairs. s.experts holds the expert of each pair (none: 0xffff),
-// s.weights its weight.
-__device__ __forceinline__ int merge_repeats(const Scratch& s, int top_k, int pair, int expert,
-                                             float& weight) {
-  const int first = pair / top_k * top_k;
-  bool repeat = false;
-  weight = 0.0f;
-  for (int other = first; other < first + top_k; other++) {
-    if (s.experts[other] != expert) continue;
-    repeat |= other < pair;
-    weight += s.weights[other];
-  }
-  return repeat ? -1 : expert;
-}
-__device__ __forceinline__ void build_direct_items(const FusedDecodeParams& p, const Lists& lists,
-                                                   const Scratch& s, int num_items, int tid) {
-  for (int i = tid; i < num_items; i += kThreads) {
     const Item item = unpack_item(lists.items[i]);
-    DirectItem& direct = lists.direct_items[i];
-#pragma unroll
-    for (int t = 0; t < 8; t++) direct.weights[t] = 0.0f;
-    uint32_t mask = 0;
-    for (int n = 0; n < item.count; n++) {
-      const int pair = pair_of(lists.entries[item.start + n]), token = pair / p.top_k;
-      direct.weights[token] = s.weights[pair];
-      mask |= 1u << token;
-    }
-    direct.token_mask = mask;
+    int at = lists.first_segments[i];
+    for_each_run(lists.entries, item, [&](int begin, int end) {
+      const Segment segment = make_segment(i, lists.entries + item.start, begin, end);
+      lists.segments[at++] = segment;
+      atomicMax(&totals.gate_up_rank, int{segment.gate_up_rank});
+      atomicMax(&totals.down_rank, int{segment.down_rank});
+    });
   }
 }
 
 // All threads of the block. gate_up_rank and down_rank: R1 and R2, 0 for an absent part. A block
 // barrier must follow before the lists and their totals are read.
-template <int kMaxTokens, bool kDirect>
+template <int kMaxTokens>
 __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint8_t* scratch,
                             int gate_up_rank, int down_rank, ListTotals& totals, int tid) {
-  constexpr int kRounds = ((kDirect ? 8 * kMaxTopK : kMaxPairs) + kThreads - 1) / kThreads;
+  constexpr int kRounds = (kMaxPairs + kThreads - 1) / kThreads;
   const int num_pairs = static_cast<int>(p.num_tokens) * p.top_k;
   const int num_tokens = static_cast<int>(p.num_tokens);
   const bool has_lora = gate_up_rank + down_rank > 0;
@@ -235,10 +220,6 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
 
   // Count pairs by expert; the order inside a list is settled below, where it matters.
   int expert[kRounds], place[kRounds];
-  float weight = 1.0f;
-  if (kDirect && tid < num_pairs && !p.weight_on_input) {
-    weight = matrix_element(p.weights, tid / p.top_k, tid % p.top_k);
-  }
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
     const int pair = tid + q * kThreads;
@@ -252,29 +233,21 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
   if (has_lora) {
     // From the last warp on, beside the first warps' ids: two latencies at once.
     for (int t = kThreads - 1 - tid; t < num_tokens; t += kThreads) {
-      int slot = p.slots(t);
-      if (slot >= 0 && p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank) == 0 &&
-          p.slots.rank(slot, LoraPart::kDown, down_rank) == 0) {
-        slot = -1;
+      const int slot = p.slots(t);
+      int ranks = 0;
+      if (slot >= 0) {
+        ranks = p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank) |
+                p.slots.rank(slot, LoraPart::kDown, down_rank) << 8;
       }
-      s.token_slots[t] = static_cast<uint16_t>(slot < 0 ? kNoSlot : slot);
+      s.token_slots[t] = static_cast<uint16_t>(ranks == 0 ? kNoSlot : slot);
+      s.token_ranks[t] = static_cast<uint16_t>(ranks);
     }
-  }
-  if constexpr (kDirect) {
-    static_assert(kRounds == 1, "every pair has a thread");
-    if (tid < num_pairs) {
-      s.experts[tid] = static_cast<uint16_t>(expert[0]);
-      s.weights[tid] = weight;
-    }
-    __syncthreads();
-    if (expert[0] >= 0) expert[0] = merge_repeats(s, p.top_k, tid, expert[0], weight);
   }
 #pragma unroll
   for (int q = 0; q < kRounds; q++) {
     if (expert[q] >= 0) place[q] = atomicAdd(s.counts + expert[q], 1);
   }
   __syncthreads();
-  if (kDirect && tid < num_pairs) s.weights[tid] = weight;  // read after the next barriers
 
   // All blocks must agree on which pairs the items of a cut list hold, and segments need their
   // slots together: such lists are sorted.
@@ -317,8 +290,7 @@ __device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint
     }
     __syncthreads();
   }
-  if constexpr (kDirect) build_direct_items(p, lists, s, num_items, tid);
-  if (has_lora) build_segments(p, lists, num_items, gate_up_rank, down_rank, totals, tid);
+  if (has_lora) build_segments(p, lists, s, mixed, num_items, totals, tid);
 }
 
 }  // namespace moelora::fused_decode

@@ -38,7 +38,9 @@ struct TileSums {
   template <int kRowPitch>
   __device__ __forceinline__ void load_tokens(uint32_t (&b)[kBlocks][2], uint32_t tokens,
                                               int column) const {
-    const uint32_t row = tokens + (lane & 7) * kRowPitch + (lane >> 3 & 1) * 16 + column * 2;
+    // Where fewer than 8 rows are stored, the missing columns of the product repeat them.
+    constexpr int kRowMask = C::kMaxTokens < 8 ? C::kMaxTokens - 1 : 7;
+    const uint32_t row = tokens + (lane & kRowMask) * kRowPitch + (lane >> 3 & 1) * 16 + column * 2;
 #pragma unroll
     for (int n = 0; n + 1 < kBlocks; n += 2) {
       uint32_t r[4];
@@ -151,6 +153,7 @@ struct TileSums {
   __device__ __forceinline__ void store(float* out) const {
     out += (kSplitRows ? 0 : warp * C::kMaxTokens * kSumPitch) + 2 * (lane & 3) * kSumPitch +
            first_row() + (lane >> 2);
+    if (2 * (lane & 3) >= C::kMaxTokens) return;
 #pragma unroll
     for (int m = 0; m < kFragments; m++) {
 #pragma unroll

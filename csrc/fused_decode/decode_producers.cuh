@@ -23,10 +23,10 @@ class WeightStream {
       const bool gate_up = is_gate_up(tile.kind);
       if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
-        const int first_rank = tile.block * shrink_ranks(k.p, gate_up);
+        const int first_rank = rank_block<C>(tile) * shrink_ranks(k.p, gate_up);
         if (first_rank < rank_of(segment, gate_up)) {
           block.queue.push(n++, tile, at);
-          shrink(segment, first_rank, gate_up);
+          shrink(tile, segment, first_rank, gate_up);
         }  // else beyond this slot's rank: no such tile
       } else {
         block.queue.push(n++, tile, at);
@@ -40,7 +40,7 @@ class WeightStream {
           const int stages = ceil_div_int(int(k.p.hidden_size), C::kGateUpColumns);
           stages_before_ticket = max(stages - 3, 0);
           gate_up_rows(block.item(tile.index).expert, tile.block);
-          expands(tile.index, tile.block, true);
+          if (!C::kDirect) expands(tile.index, tile.block, true);
         } else {
           const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
           stages_before_ticket = max(stages - 3, 0);
@@ -61,7 +61,8 @@ class WeightStream {
   const TensorMaps& maps;
   const Block<C>& block;
   const uint64_t policy;
-  RingCursor at = {0, 0};
+  RingCursor at = {0, 0}, landed = {0, 0};
+  int in_flight = 0;
   int next_ticket = -1, stages_before_ticket = 0;
   uint32_t full, dst;  // of the stage being filled
 
@@ -73,6 +74,19 @@ class WeightStream {
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
+  // Direct: at most kMaxInFlight stages of gate_up on their way, enough for the read bandwidth;
+  // with the whole ring on its way every other access queues behind it, and adapters cost 4 us more
+  // at S1 T=1. Not for stages whose tokens may wait for other blocks: full would come late.
+  __device__ __forceinline__ void limit_in_flight() {
+    if (!C::kDirect) return;
+    constexpr int kMaxInFlight = 3;
+    if (in_flight == kMaxInFlight) {
+      ptx::mbarrier_wait(block.ring.full(landed), landed.phase);
+      landed.advance(block.ring.stages);
+    } else {
+      in_flight++;
+    }
+  }
   __device__ __forceinline__ void begin_stage(int bytes) {
     full = block.ring.full(at);
     dst = block.ring.weights + at.stage * C::kWeightBytes;
@@ -81,15 +95,17 @@ class WeightStream {
   }
   __device__ __forceinline__ void end_stage() { at.advance(block.ring.stages); }
 
-  __device__ __forceinline__ void shrink(const Segment& segment, int first_rank, bool gate_up) {
+  __device__ __forceinline__ void shrink(const Tile& tile, const Segment& segment, int first_rank,
+                                         bool gate_up) {
     const LoraStack& a = gate_up ? k.p.gate_up_a : k.p.down_a;
     const CUtensorMap* map = gate_up ? &maps.gate_up_a : &maps.down_a;
     const int expert = a.shared_outer ? 0 : block.item(segment.item).expert;
-    const int columns = int(gate_up ? k.p.hidden_size : k.p.intermediate_size);
     const int stage_columns = C::shrink_columns((segment.count + 7) / 8);
-    stages_before_ticket = max(ceil_div_int(columns, stage_columns) - 3, 0);
-    for (int c = 0; c < columns; c += stage_columns) {
+    const ColumnRange range = shrink_range<C>(k.p, tile, stage_columns);
+    stages_before_ticket = max(ceil_div_int(range.end - range.begin, stage_columns) - 3, 0);
+    for (int c = range.begin; c < range.end; c += stage_columns) {
       count_stage();
+      limit_in_flight();
       begin_stage(kShrinkRows * stage_columns * 2);
       for (int b = 0; b < stage_columns; b += 64) {
         ptx::tma_load_5d(dst + b * (kShrinkRows * 2), map, full, c + b, first_rank, 0, expert,
@@ -102,6 +118,7 @@ class WeightStream {
     const int first = row_block * (C::kGateUpRows / 16);  // in blocks of 8 gate and 8 up rows
     for (int c = 0; c < k.p.hidden_size; c += C::kGateUpColumns) {
       count_stage();
+      limit_in_flight();
       begin_stage(C::kGateUpRows * C::kGateUpColumns * 2);
       if (C::kGateUpColumns > 64 && k.w13_expert_blocks > 0) {
         ptx::tma_load_5d(dst, &maps.w13, full, 0, 0, 0, expert * k.w13_expert_blocks + first,
@@ -175,13 +192,46 @@ class WeightStream {
   }
 };
 
+// Which counters of a row of them have come to their end, 32 at a time: one look of a warp answers
+// for 32 items or segments.
+class ReadyCounters {
+ public:
+  __device__ __forceinline__ explicit ReadyCounters(const uint32_t* counters)
+      : counters(counters) {}
+
+  // All lanes. Waits until counter `index` of `count` is at target_of(index).
+  template <class TargetOf>
+  __device__ __forceinline__ void wait(int index, int count, int lane, TargetOf&& target_of) {
+    if (index / 32 != window) {
+      window = index / 32;
+      ready = 0;
+    }
+    if (ready >> (index % 32) & 1) return;
+    const int mine = window * 32 + lane;
+    const uint32_t target = mine < count ? target_of(mine) : 0;
+    while ((ready >> (index % 32) & 1) == 0) {
+      ready = __ballot_sync(~0u, mine < count && ptx::load_acquire(counters + mine) >= target);
+    }
+  }
+
+ private:
+  const uint32_t* counters;
+  int window = -1;
+  uint32_t ready = 0;
+};
+
 // One warp. Gathers rows of x, z and the rank vectors, after waiting for what other tiles make of
 // them.
 template <class C, class T>
 class TokenStream {
  public:
   __device__ __forceinline__ TokenStream(const KernelParams& k, const Block<C>& block, int lane)
-      : k(k), block(block), lane(lane) {}
+      : k(k),
+        block(block),
+        lane(lane),
+        z(k.z_ready),
+        gate_up_v(k.gate_up_v_ready),
+        down_v(k.down_v_ready) {}
 
   __device__ __forceinline__ void run() {
     RingCursor tile_start;
@@ -194,11 +244,11 @@ class TokenStream {
           return;
         case TileKind::kGateUpShrink:
         case TileKind::kDownShrink:
-          shrink(block.lists.segments[tile.index], is_gate_up(tile.kind));
+          shrink(tile, block.lists.segments[tile.index]);
           break;
         case TileKind::kGateUp:
           gate_up(tile.index);
-          expands(tile.index, true);
+          if (!C::kDirect) expands(tile.index, true);
           break;
         case TileKind::kDown:
           down(tile.index);
@@ -217,51 +267,34 @@ class TokenStream {
   const Block<C>& block;
   const int lane;
   RingCursor at = {0, 0};
-  // Once all tiles of a kind are known to be done, their counters need no more looks.
-  bool all_z = false, all_gate_up_v = false, all_down_v = false;
+  ReadyCounters z, gate_up_v, down_v;
 
   __device__ __forceinline__ uint32_t token_of(uint32_t entry) const {
     return static_cast<uint32_t>(pair_of(entry)) / static_cast<uint32_t>(k.p.top_k);
   }
-  // Waits until `counter` is at `count`, or the counter of all such tiles at `total`.
-  __device__ __forceinline__ void wait_for_tiles(bool& all_done, const uint32_t* all_counter,
-                                                 int total, const uint32_t* counter, int count) {
-    if (all_done) return;
-    const auto reached = [](const uint32_t* at, int value) {
-      return ptx::load_acquire(at) >= static_cast<uint32_t>(value);
-    };
-    all_done = reached(all_counter, total);
-    while (!all_done && !reached(counter, count)) {
-    }
-    all_done = __all_sync(~0u, all_done);
-  }
   __device__ __forceinline__ void wait_for_z(int item_index) {
-    wait_for_tiles(all_z, k.counters + kAllZCounter, block.plan.items * block.plan.gate_up_blocks,
-                   k.z_ready + item_index, block.plan.gate_up_blocks);
+    z.wait(item_index, block.plan.items, lane, [&](int) { return block.plan.gate_up_blocks; });
   }
   // The rank vectors of one segment.
-  __device__ __forceinline__ void wait_for_v(int segment_index, int rank, bool gate_up) {
-    if (gate_up) {
-      wait_for_tiles(all_gate_up_v, k.counters + kAllGateUpVCounter, block.plan.gate_up_shrinks,
-                     k.gate_up_v_ready + segment_index, shrink_tiles(k.p, rank, true));
-    } else {
-      wait_for_tiles(all_down_v, k.counters + kAllDownVCounter, block.plan.down_shrinks,
-                     k.down_v_ready + segment_index, shrink_tiles(k.p, rank, false));
-    }
+  __device__ __forceinline__ void wait_for_v(int segment_index, bool gate_up) {
+    (gate_up ? gate_up_v : down_v).wait(segment_index, block.plan.segments, lane, [&](int i) {
+      const int rank = rank_of(block.lists.segments[i], gate_up);
+      return C::kDirect ? int{rank > 0} : shrink_tiles(k.p, rank, gate_up);
+    });
   }
 
-  // `count` rows (at most kMaxRows) of `columns` values, kColumns a stage, zeros beyond the last
-  // column. Row n of the stage comes from element_of(n) on and goes to row row_of(n); other rows
-  // keep what the stage held.
+  // The columns `range` of `count` rows (at most kMaxRows), kColumns a stage, zeros from column
+  // `columns` on. Row n of the stage comes from element_of(n) on and goes to row row_of(n); other
+  // rows keep what the stage held.
   template <int kColumns, int kMaxRows, class ElementOf, class RowOf>
-  __device__ __forceinline__ void gather(const T* matrix, int columns, int count,
+  __device__ __forceinline__ void gather(const T* matrix, ColumnRange range, int columns, int count,
                                          ElementOf&& element_of, RowOf&& row_of) {
     constexpr int kPitch = token_pitch(kColumns);
     constexpr int kChunks = kColumns / 8;  // of 16 bytes
     constexpr int kLanesPerRow = kChunks < 32 ? kChunks : 32;
     constexpr int kChunksPerLane = kChunks / kLanesPerRow;
     constexpr int kRowsPerPass = 32 / kLanesPerRow;
-    constexpr int kPasses = kMaxRows / kRowsPerPass;
+    constexpr int kPasses = (kMaxRows + kRowsPerPass - 1) / kRowsPerPass;
     const int first_row = lane / kLanesPerRow, first_column = lane % kLanesPerRow * 8;
     uint32_t element[kPasses], offset[kPasses];
 #pragma unroll
@@ -270,7 +303,7 @@ class TokenStream {
       element[q] = element_of(n) + first_column;
       offset[q] = row_of(n) * kPitch + first_column * 2;
     }
-    for (int c = 0; c < columns; c += kColumns) {
+    for (int c = range.begin; c < range.end; c += kColumns) {
       const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes;
       block.ring.wait_empty(at);
 #pragma unroll
@@ -291,7 +324,8 @@ class TokenStream {
     at.advance(block.ring.stages);
   }
 
-  __device__ __forceinline__ void shrink(const Segment& segment, bool gate_up) {
+  __device__ __forceinline__ void shrink(const Tile& tile, const Segment& segment) {
+    const bool gate_up = is_gate_up(tile.kind);
     const Item item = block.item(segment.item);
     const uint32_t* entries = block.lists.entries + item.start + segment.begin;
     const uint32_t x_stride = static_cast<uint32_t>(k.p.hidden_states_stride);
@@ -304,8 +338,10 @@ class TokenStream {
     };
     dispatch_token_blocks<C>((segment.count + 7) / 8, [&](auto blocks) {
       constexpr int kBlocks = decltype(blocks)::value;
-      gather<C::shrink_columns(kBlocks), kBlocks * 8>(rows, columns, segment.count, element_of,
-                                                      [](int n) { return n; });
+      constexpr int kColumns = C::shrink_columns(kBlocks);
+      gather<kColumns, C::stage_tokens(kBlocks)>(rows, shrink_range<C>(k.p, tile, kColumns),
+                                                 columns, segment.count, element_of,
+                                                 [](int n) { return n; });
     });
   }
   __device__ __forceinline__ void gate_up(int item_index) {
@@ -313,8 +349,9 @@ class TokenStream {
     const uint32_t* entries = block.lists.entries + item.start;
     const uint32_t stride = static_cast<uint32_t>(k.p.hidden_states_stride);
     gather<C::kGateUpColumns, C::kMaxTokens>(
-        static_cast<const T*>(k.p.hidden_states_ptr), int(k.p.hidden_size), item.count,
-        [&](int n) { return token_of(entries[n]) * stride; }, [](int n) { return n; });
+        static_cast<const T*>(k.p.hidden_states_ptr), {0, int(k.p.hidden_size)},
+        int(k.p.hidden_size), item.count, [&](int n) { return token_of(entries[n]) * stride; },
+        [](int n) { return n; });
   }
   __device__ __forceinline__ void down(int item_index) {
     const Item item = block.item(item_index);
@@ -322,8 +359,8 @@ class TokenStream {
     const uint32_t stride = static_cast<uint32_t>(k.p.intermediate_size);
     wait_for_z(item_index);
     gather<C::kDownColumns, C::kMaxTokens>(
-        static_cast<const T*>(k.z), int(k.p.intermediate_size), item.count,
-        [&](int n) { return pair_of(entries[n]) * stride; },
+        static_cast<const T*>(k.z), {0, int(k.p.intermediate_size)}, int(k.p.intermediate_size),
+        item.count, [&](int n) { return pair_of(entries[n]) * stride; },
         [&](int n) { return C::kDirect ? int(token_of(entries[n])) : n; });
   }
   // The rank vectors of every segment of a direct tile's items, 32 ranks side by side for each
@@ -338,7 +375,7 @@ class TokenStream {
       const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
       const int rank = segment.down_rank;
       if (rank == 0) continue;
-      wait_for_v(i, rank, false);
+      wait_for_v(i, false);
       for (int first = 0; first < rank; first += kExpandColumns) {
         if (chunk == 0) block.ring.wait_empty(at);
         const int n = segment.begin + row;
@@ -371,7 +408,7 @@ class TokenStream {
       const Segment segment = block.lists.segments[i];
       const int rank = rank_of(segment, gate_up);
       if (rank == 0) continue;
-      wait_for_v(i, rank, gate_up);
+      wait_for_v(i, gate_up);
       for (int first = 0; first < rank; first += kExpandColumns) {
         const int width = min((rank - first + 15) / 16 * 16, kExpandColumns);
         const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes +

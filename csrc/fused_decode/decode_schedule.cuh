@@ -25,7 +25,7 @@ __device__ __forceinline__ bool is_gate_up(TileKind kind) {
 struct Tile {
   TileKind kind;
   int index;  // item; segment of a shrink; piece of a direct tile
-  int block;  // of rows
+  int block;  // of rows; of a gate_up shrink: rank block * kShrinkParts + part
 };
 
 template <bool kDirect>
@@ -33,7 +33,6 @@ struct Plan {
   int items, segments;
   int gate_up_blocks, down_blocks;                // row blocks an item, or a piece
   int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks of the segment with the most
-  int gate_up_shrinks, down_shrinks;              // shrink tiles of all segments
   int pieces, items_per_piece;                    // of direct tiles
 
   __device__ __forceinline__ Tile tile(int ticket) const {
@@ -130,7 +129,9 @@ struct KernelParams {
   FusedDecodeParams p;
   SharedLayout shared;
   uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready, *row_blocks_done;
-  void *z, *y, *gate_up_v, *down_v;   // y: fp32 sums by piece where down tiles are direct
+  // Where tiles are direct, y is fp32 sums by piece and gate_up_v fp32 sums by part.
+  void *z, *y, *gate_up_v, *down_v;
+  float* down_parts;                  // direct: the sums that down_v is made of
   int gate_up_rank, down_rank;        // R1 and R2, 0 where the adapters have no such part
   int gate_up_v_ranks, down_v_ranks;  // rounded up to 16: columns of a rank vector
   int items_per_piece;                // of direct tiles, at least
@@ -182,8 +183,8 @@ struct Constant {
 };
 template <class C, class Body>
 __device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
-  constexpr int kMost = C::kMaxTokens / 8;
-  static_assert(kMost == 1 || kMost == 2 || kMost == 4, "8, 16 or 32 tokens a tile");
+  constexpr int kMost = C::kTokenBlocks;
+  static_assert(kMost == 1 || kMost == 2 || kMost == 4, "up to 8, 16 or 32 tokens a tile");
   if constexpr (kMost == 1) {
     body(Constant<1>{});
   } else if constexpr (kMost == 2) {
@@ -195,5 +196,28 @@ __device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
   }
 }
 __device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }
+
+// What of A a shrink tile multiplies: its block of ranks, and its columns, of whole stages.
+template <class C>
+__device__ __forceinline__ int shrink_parts(const Tile& tile) {
+  return tile.kind == TileKind::kGateUpShrink ? C::kShrinkParts : 1;
+}
+template <class C>
+__device__ __forceinline__ int rank_block(const Tile& tile) {
+  return tile.block / shrink_parts<C>(tile);
+}
+struct ColumnRange {
+  int begin, end;
+};
+template <class C>
+__device__ __forceinline__ ColumnRange shrink_range(const FusedDecodeParams& p, const Tile& tile,
+                                                    int stage_columns) {
+  const int columns =
+      static_cast<int>(tile.kind == TileKind::kGateUpShrink ? p.hidden_size : p.intermediate_size);
+  const int parts = shrink_parts<C>(tile);
+  const int step = ceil_div_int(ceil_div_int(columns, stage_columns), parts) * stage_columns;
+  const int begin = tile.block % parts * step;
+  return {begin, min(begin + step, columns)};
+}
 
 }  // namespace moelora::fused_decode

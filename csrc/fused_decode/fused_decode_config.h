@@ -21,8 +21,8 @@ struct FusedDecodeConfig {
 // prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // One or two tokens: few experts, so small tiles to fill 132 SMs, and direct.
-    // S1 T=1: 26.1; 27.6 with 128 rows, 28.7 with 16.
-    {"rows32_direct", 32, 256, 16, 256, 8, true},
+    // S1 T=1: 25.9; 26.8 with 512 columns a down stage, 26.9 with 128 a gate_up stage.
+    {"rows32_direct", 32, 256, 16, 256, 2, true},
     // Few experts, but more tokens than a direct tile is good for.
     // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7; rows32_direct: 90.8, 100.7.
     {"rows64_tokens16", 64, 128, 64, 128, 16, false},
@@ -32,18 +32,19 @@ constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
     // (prototype).
     {"rows128_tokens32", 128, 64, 128, 64, 32, false},
-    // Not taken: 16 rows direct (faster at S2 T=1 alone, 12.3 against 13.4); a memset node instead
-    // of
-    // the reset kernel (1.5-2 slower everywhere); building the lists before the reset is waited for
-    // (no difference).
+    // Not taken: a memset node instead of the reset kernel (1.5-2 slower everywhere); building the
+    // lists before the reset is waited for, or once with no tokens before the wait, to warm the
+    // instruction cache (no difference); issuing 2, 3 or 4 stages together (no difference).
 };
 constexpr int kNumFusedDecodeConfigs = sizeof(kFusedDecodeConfigs) / sizeof(FusedDecodeConfig);
 
-// local_pairs: (token, expert) pairs that are local on average. expected_rows: rows an expert gets
-// on average.
-constexpr int fused_decode_config_index(int64_t num_tokens, int64_t local_pairs,
+constexpr int kDirectConfig = 0;
+
+// num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
+// expected_rows: rows an expert gets on average.
+constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, int64_t local_pairs,
                                         int64_t expected_rows) {
-  if (num_tokens <= 2) return 0;
+  if (num_tokens <= 2 && num_pairs <= 32) return kDirectConfig;
   if (num_tokens <= 8 && local_pairs < 16) return 1;
   return expected_rows <= 8 ? 2 : 3;
 }

@@ -2,8 +2,9 @@
 // sum over a token's pairs.
 #pragma once
 
-#include "decode_epilogue.cuh"
+#include "decode_direct_lora.cuh"
 #include "decode_producers.cuh"
+#include "decode_warp_lists.cuh"
 
 namespace moelora::fused_decode {
 
@@ -20,7 +21,8 @@ class Consumer {
         group(group),
         thread(thread),
         warp(thread / 32),
-        lane(thread % 32) {}
+        lane(thread % 32),
+        gate_up_parts(k.gate_up_v_ready) {}
 
   __device__ __forceinline__ void run() {
     for (int n = group;; n += kConsumerGroups) {
@@ -33,25 +35,21 @@ class Consumer {
         store_direct<C, T>(k, block, sums, tile, group, thread);
         group_barrier();
       } else if (is_shrink(tile.kind)) {
-        const Segment segment = block.lists.segments[tile.index];
-        multiply_shrink(segment, gate_up);
+        multiply_shrink(tile);
         finish_reading(n);
-        store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment,
-                                 block.lists.entries + block.item(segment.item).start, thread);
-        publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index,
-                k.counters + (gate_up ? kAllGateUpVCounter : kAllDownVCounter));
+        finish_shrink(tile);
+      } else if (gate_up) {
+        DirectLora<C, T> lora;
+        if constexpr (C::kDirect) lora.prefetch(k, block, tile, thread);
+        multiply(tile.index, true);
+        finish_reading(n);
+        finish_gate_up(tile, lora);
       } else {
-        const Item item = block.item(tile.index);
-        const uint32_t* entries = block.lists.entries + item.start;
-        multiply(tile.index, item, gate_up);
+        multiply(tile.index, false);
         finish_reading(n);
-        if (gate_up) {
-          store_z<C, T>(k, sums, tile.block, item, entries, thread);
-          publish(k.z_ready + tile.index, k.counters + kAllZCounter);
-        } else {
-          store_y<C, T>(k, sums, tile.block, item, entries, thread);
-          group_barrier();
-        }
+        const Item item = block.item(tile.index);
+        store_y<C, T>(k, sums, tile.block, item, block.lists.entries + item.start, thread);
+        group_barrier();
       }
     }
   }
@@ -62,6 +60,7 @@ class Consumer {
   float* const sums;
   const int group, thread, warp, lane;
   RingCursor at;
+  ReadyCounters gate_up_parts;
 
   __device__ __forceinline__ void group_barrier() const {
     ptx::named_barrier(1 + group, kGroupThreads);
@@ -71,13 +70,67 @@ class Consumer {
     group_barrier();
     if (thread == 0) block.queue.release(n);
   }
-  // The group's stores come before the counters for whoever acquires them; and its sums are read.
-  __device__ __forceinline__ void publish(uint32_t* counter, uint32_t* total) const {
+  // The group's stores come before the counter for whoever acquires it; and its sums are read.
+  __device__ __forceinline__ void publish(uint32_t* counter) const {
     group_barrier();
-    if (thread == 0) {
-      __threadfence();
-      atomicAdd(counter, 1u);
-      atomicAdd(total, 1u);
+    if (thread == 0) ptx::add_release(counter);
+  }
+  // The same; whether the group is the last of `count` to do so. Then it may read what the others
+  // stored.
+  __device__ __forceinline__ bool publish_last(uint32_t* counter, int count) const {
+    group_barrier();
+    const bool last = thread == 0 && ptx::add_acquire_release(counter) + 1 == count;
+    return ptx::named_barrier_or(1 + group, kGroupThreads, last);
+  }
+
+  __device__ __forceinline__ void finish_shrink(const Tile& tile) const {
+    const bool gate_up = is_gate_up(tile.kind);
+    const Segment segment = block.lists.segments[tile.index];
+    const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
+    if constexpr (C::kDirect) {
+      store_gate_up_part<C>(k, sums, tile, segment, entries, thread);
+    } else {
+      store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment, entries, thread);
+    }
+    publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index);
+  }
+  __device__ __forceinline__ void finish_gate_up(const Tile& tile, DirectLora<C, T>& lora) {
+    const Item item = block.item(tile.index);
+    const bool has_lora =
+        C::kDirect && block.first_segment(tile.index) < block.end_segment(tile.index);
+    if constexpr (C::kDirect) {
+      if (has_lora && k.gate_up_rank > 0) {
+        if (thread < 32) wait_for_gate_up_parts(tile.index);
+        group_barrier();
+        lora.load_gate_up_vectors(sums, thread);
+        group_barrier();
+        lora.add_gate_up(sums, thread);
+        group_barrier();
+      }
+    }
+    store_z<C, T>(k, sums, tile.block, item, block.lists.entries + item.start, thread);
+    if constexpr (C::kDirect) {
+      if (has_lora && k.down_rank > 0) {
+        group_barrier();
+        lora.store_down_parts(sums, thread);
+        if (!publish_last(k.z_ready + tile.index, block.plan.gate_up_blocks)) return;
+        for (int i = block.first_segment(tile.index); i < block.end_segment(tile.index); i++) {
+          const Segment segment = block.lists.segments[i];
+          if (segment.down_rank == 0) continue;
+          store_down_vectors<C, T>(k, block, segment, thread);
+          publish(k.down_v_ready + i);
+        }
+        return;
+      }
+    }
+    publish(k.z_ready + tile.index);
+  }
+  // One warp, in direct tiles.
+  __device__ __forceinline__ void wait_for_gate_up_parts(int item_index) {
+    for (int i = block.first_segment(item_index); i < block.end_segment(item_index); i++) {
+      gate_up_parts.wait(i, block.plan.segments, lane, [&](int at) {
+        return shrink_tiles(k.p, block.lists.segments[at].gate_up_rank, true) * C::kShrinkParts;
+      });
     }
   }
 
@@ -112,22 +165,23 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void multiply_shrink(const Segment& segment, bool gate_up) {
-    dispatch_token_blocks<C>((segment.count + 7) / 8, [&](auto blocks) {
+  __device__ __forceinline__ void multiply_shrink(const Tile& tile) {
+    dispatch_token_blocks<C>((block.lists.segments[tile.index].count + 7) / 8, [&](auto blocks) {
       constexpr int kBlocks = decltype(blocks)::value;
       constexpr int kColumns = C::shrink_columns(kBlocks);
       TileSums<C, T, kShrinkRows, kColumns, kBlocks> tile_sums(warp, lane);
-      add_stages<kColumns>(tile_sums, int(gate_up ? k.p.hidden_size : k.p.intermediate_size));
+      const ColumnRange range = shrink_range<C>(k.p, tile, kColumns);
+      add_stages<kColumns>(tile_sums, range.end - range.begin);
       tile_sums.store(sums);
     });
   }
-  __device__ __forceinline__ void multiply(int item_index, const Item& item, bool gate_up) {
-    dispatch_token_blocks<C>((item.count + 7) / 8, [&](auto blocks) {
+  __device__ __forceinline__ void multiply(int item_index, bool gate_up) {
+    dispatch_token_blocks<C>((block.item(item_index).count + 7) / 8, [&](auto blocks) {
       constexpr int kBlocks = decltype(blocks)::value;
       if (gate_up) {
         TileSums<C, T, C::kGateUpRows, C::kGateUpColumns, kBlocks> tile_sums(warp, lane);
         add_stages<C::kGateUpColumns>(tile_sums, int(k.p.hidden_size));
-        add_expands<true>(tile_sums, item_index);
+        if constexpr (!C::kDirect) add_expands<true>(tile_sums, item_index);
         tile_sums.store(sums);
       } else if constexpr (!C::kDirect) {
         TileSums<C, T, C::kDownRows, C::kDownColumns, kBlocks> tile_sums(warp, lane);
@@ -238,22 +292,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The lists' scratch lies over the ring, which is still idle.
   uint8_t* scratch = shared + k.shared.weights;
   if (tid == 0) totals = {};
-  int* counts = carve_scratch(scratch, 0, k.p.num_local_experts).counts;
-  for (int i = tid; i < ceil_div_int(k.p.num_local_experts, 128) * 128; i += kThreads) {
-    counts[i] = 0;
+  if constexpr (!C::kDirect) {
+    int* counts = carve_scratch(scratch, 0, k.p.num_local_experts).counts;
+    for (int i = tid; i < ceil_div_int(k.p.num_local_experts, 128) * 128; i += kThreads) {
+      counts[i] = 0;
+    }
+    ptx::fence_proxy_async_shared();  // the ring's next writes may be TMA's
   }
   __syncthreads();
-  ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
+  // Not before the wait: weighted_sum_kernel reads this call's ids and weights as soon as it
+  // starts.
+  ptx::launch_dependents();
 
   // The first ticket's latency hides behind the lists.
   int ticket = 0;
   if (warp == kWeightWarp && lane == 0) {
     ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
   }
-  build_lists<C::kMaxTokens, C::kDirect>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank,
-                                         totals, tid);
-  ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
+  if (C::kDirect || k.p.num_tokens * k.p.top_k <= kMaxWarpPairs) {
+    if (warp == kWeightWarp) {
+      build_lists_of_warp<C::kMaxTokens, C::kDirect>(k.p, block.lists, k.gate_up_rank, k.down_rank,
+                                                     totals, lane);
+    }
+  } else if constexpr (!C::kDirect) {
+    build_lists<C::kMaxTokens>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank, totals, tid);
+    ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
+  }
   __syncthreads();
   const int hidden = static_cast<int>(k.p.hidden_size);
   const int inter = static_cast<int>(k.p.intermediate_size);
@@ -262,10 +327,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   block.plan.segments = totals.segments;
   block.plan.gate_up_blocks = ceil_div_int(inter, C::kGateUpRows / 2);
   block.plan.down_blocks = ceil_div_int(hidden, C::kDownRows);
-  block.plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true);
-  block.plan.down_shrink_blocks = shrink_tiles(k.p, totals.down_rank, false);
-  block.plan.gate_up_shrinks = totals.gate_up_shrinks;
-  block.plan.down_shrinks = totals.down_shrinks;
+  block.plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true) * C::kShrinkParts;
+  block.plan.down_shrink_blocks = C::kDirect ? 0 : shrink_tiles(k.p, totals.down_rank, false);
   block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
   block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
   // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of the
@@ -290,26 +353,43 @@ __global__ void __launch_bounds__(kThreads, 1)
 // thread.
 template <class T>
 __global__ void __launch_bounds__(256) weighted_sum_kernel(const __grid_constant__ KernelParams k) {
+  __shared__ float weights[kMaxTopK];
+  __shared__ bool local[kMaxTopK];
   ptx::launch_dependents();
-  ptx::wait_for_previous_kernel();
   const FusedDecodeParams& p = k.p;
   const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
-  if (column >= p.hidden_size) return;
   const int token = blockIdx.y;
+  // Complete already: the kernel before was past its own wait when it let this one start.
+  if (threadIdx.x < p.top_k) {
+    const int j = threadIdx.x;
+    local[j] = local_expert(p, token, j) < static_cast<uint32_t>(p.num_local_experts);
+    weights[j] = !local[j] ? 0.0f : p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
+  }
+  __syncthreads();
+  ptx::wait_for_previous_kernel();
+  if (column >= p.hidden_size) return;
+  const T* y = static_cast<const T*>(k.y) + int64_t{token} * p.top_k * p.hidden_size + column;
   float sum[8] = {};
-#pragma unroll 8
-  for (int j = 0; j < p.top_k; j++) {
-    if (local_expert(p, token, j) >= static_cast<uint32_t>(p.num_local_experts)) continue;
-    const float w = p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
-    const int pair = token * p.top_k + j;
-    const uint4 y =
-        ptx::load_cg_16(static_cast<const T*>(k.y) + int64_t{pair} * p.hidden_size + column);
-    const uint32_t words[4] = {y.x, y.y, y.z, y.w};
+  constexpr int kBatch = 8;  // loads in flight
+  for (int first = 0; first < p.top_k; first += kBatch) {
+    uint4 rows[kBatch];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 v = ptx::unpack2<T>(words[i]);
-      sum[2 * i] += w * v.x;
-      sum[2 * i + 1] += w * v.y;
+    for (int i = 0; i < kBatch; i++) {
+      const int j = first + i;
+      rows[i] = j < p.top_k && local[j] ? ptx::load_cg_16(y + int64_t{j} * p.hidden_size)
+                                        : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      if (first + i >= p.top_k) break;
+      const float w = weights[first + i];
+      const uint32_t words[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const float2 v = ptx::unpack2<T>(words[c]);
+        sum[2 * c] += w * v.x;
+        sum[2 * c + 1] += w * v.y;
+      }
     }
   }
   const float scale = p.routed_scaling_factor;

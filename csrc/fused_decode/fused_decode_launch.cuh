@@ -25,6 +25,7 @@ inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w
   k.y = base + w.y;
   k.gate_up_v = base + w.gate_up_v;
   k.down_v = base + w.down_v;
+  k.down_parts = reinterpret_cast<float*>(base + w.down_parts);
   k.gate_up_rank = has_gate_up_lora(p) ? p.gate_up_rank : 0;
   k.down_rank = has_down_lora(p) ? p.down_rank : 0;
   k.gate_up_v_ranks = static_cast<int>(round_up(k.gate_up_rank, 16));

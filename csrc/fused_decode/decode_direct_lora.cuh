@@ -1,0 +1,219 @@
+// The adapters of direct configurations (one or two tokens), on the gate_up tiles' own threads.
+// Every wait for another block costs such a short layer 2 to 4 us, so there are as few as can be:
+// gate_up shrinks are cut into parts that the epilogue of each tile adds up, and down shrinks have
+// no tiles: each gate_up tile leaves A times its columns of z as a part, and whoever finishes an
+// expert's last tile adds those up. Sums are always taken in the order of the parts.
+#pragma once
+
+#include "decode_epilogue.cuh"
+
+namespace moelora::fused_decode {
+
+// Where part `part` of a gate_up shrink leaves its sums.
+template <class C>
+__device__ __forceinline__ float2* gate_up_part(const KernelParams& k, int pair, int part,
+                                                int component, int rank) {
+  return reinterpret_cast<float2*>(
+      static_cast<float*>(k.gate_up_v) +
+      ((pair * C::kShrinkParts + part) * 2 + component) * k.gate_up_v_ranks + rank);
+}
+template <class C>
+__device__ __forceinline__ void store_gate_up_part(const KernelParams& k, const float* sums,
+                                                   const Tile& tile, const Segment& segment,
+                                                   const uint32_t* item_entries, int thread) {
+  for_each_rank_pair(k, true, rank_block<C>(tile), segment.count, thread,
+                     [&](int n, int component, int rank, int first) {
+                       const int pair = pair_of(item_entries[segment.begin + n]);
+                       *gate_up_part<C>(k, pair, tile.block % C::kShrinkParts, component, rank) =
+                           read_shrink_sums<C>(k, sums, true, n, component, first);
+                     });
+}
+
+// v = scale * sum of the parts of one segment's down shrink; 8 threads a value.
+template <class C, class T>
+__device__ __forceinline__ void store_down_vectors(const KernelParams& k, const Block<C>& block,
+                                                   const Segment& segment, int thread) {
+  const uint32_t* entries = block.lists.entries + block.item(segment.item).start + segment.begin;
+  const int blocks = block.plan.gate_up_blocks, share = thread % 8;
+  const uint32_t sharers = 0xffu << (thread & 24);
+  const float scale = k.p.scaling_ptr == nullptr ? 1.0f : k.p.scaling_ptr[3 * segment.slot + 2];
+  for (int at = thread / 8; at < segment.count * k.down_v_ranks; at += kGroupThreads / 8) {
+    const int pair = pair_of(entries[at / k.down_v_ranks]), rank = at % k.down_v_ranks;
+    const float* parts = k.down_parts + pair * blocks * k.down_v_ranks + rank;
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int b = share; b < blocks; b += 8) sum += __ldcg(parts + b * k.down_v_ranks);
+#pragma unroll
+    for (int distance = 4; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(sharers, sum, distance);
+    }
+    if (share == 0) {
+      static_cast<T*>(k.down_v)[pair * k.down_v_ranks + rank] = static_cast<T>(scale * sum);
+    }
+  }
+}
+
+// Eight neighbouring elements of B or A, and their dot product with fp32 values.
+template <class T>
+__device__ __forceinline__ float dot8(const uint4& row, const float* values) {
+  const uint32_t words[4] = {row.x, row.y, row.z, row.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    const float2 pair = ptx::unpack2<T>(words[c]);
+    sum += pair.x * values[2 * c] + pair.y * values[2 * c + 1];
+  }
+  return sum;
+}
+
+// The adapter work of one gate_up tile by one consumer group. What a thread reads first of B and A
+// is read before the tile's products.
+template <class C, class T>
+class DirectLora {
+ public:
+  __device__ __forceinline__ void prefetch(const KernelParams& params, const Block<C>& its_block,
+                                           const Tile& its_tile, int thread) {
+    k = &params, block = &its_block, tile = its_tile;
+    first = block->first_segment(tile.index), end = block->end_segment(tile.index);
+    if (first == end) return;
+    const Segment segment = block->lists.segments[first];
+    if (thread < segment.count * kRows) {
+      const T* row = gate_up_b_row(segment, thread % kRows);
+      if (row != nullptr) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          if (i * 8 < segment.gate_up_rank) b[i] = load8(row + i * 8);
+        }
+      }
+    }
+    if (k->down_rank > 0 && thread < segment.count * k->down_v_ranks) {
+      load_down_a(segment, thread % k->down_v_ranks, a);
+    }
+  }
+
+  // The sums of all parts, scaled and rounded, to shared memory: fp32 [tokens, 2, kMaxRank].
+  __device__ __forceinline__ void load_gate_up_vectors(float* sums, int thread) const {
+    float* v = vectors(sums);
+    const int ranks = k->gate_up_v_ranks;
+    for (int i = first; i < end; i++) {
+      const Segment segment = block->lists.segments[i];
+      for (int at = thread; at < segment.count * ranks; at += kGroupThreads) {
+        const int row = at / (ranks / 2), rank = at % (ranks / 2) * 2;
+        const int n = segment.begin + row / 2, component = row % 2;
+        float2 total = make_float2(0.0f, 0.0f);
+        if (rank < segment.gate_up_rank) {
+#pragma unroll
+          for (int part = 0; part < C::kShrinkParts; part++) {
+            const float2 sum = __ldcg(gate_up_part<C>(*k, pair(n), part, component, rank));
+            total.x += sum.x;
+            total.y += sum.y;
+          }
+        }
+        const float scale =
+            k->p.scaling_ptr == nullptr ? 1.0f : k->p.scaling_ptr[3 * segment.slot + component];
+        const float2 rounded = ptx::unpack2<T>(ptx::pack2<T>(scale * total.x, scale * total.y));
+        *reinterpret_cast<float2*>(v + (n * 2 + component) * kMaxRank + rank) = rounded;
+      }
+    }
+  }
+  // Adds B v to the sums of the tile.
+  __device__ __forceinline__ void add_gate_up(float* sums, int thread) const {
+    for (int i = first; i < end; i++) {
+      const Segment segment = block->lists.segments[i];
+      for (int at = thread; at < segment.count * kRows; at += kGroupThreads) {
+        const int n = segment.begin + at / kRows, row = at % kRows;
+        const T* b_row = gate_up_b_row(segment, row);
+        if (b_row == nullptr) continue;
+        const float* v = vectors(sums) + (n * 2 + component_of(row)) * kMaxRank;
+        float delta = 0.0f;
+        for (int r = 0; r < segment.gate_up_rank; r += 8) {
+          const bool is_prefetched = i == first && at == thread && r < 16;
+          const uint4 values = !is_prefetched ? load8(b_row + r) : r == 0 ? b[0] : b[1];
+          delta += dot8<T>(mask_ranks(values, segment.gate_up_rank - r), v + r);
+        }
+        sums[n * (kRows + 4) + row] += delta;
+      }
+    }
+  }
+  // A times the tile's columns of z.
+  __device__ __forceinline__ void store_down_parts(const float* sums, int thread) const {
+    const float* z = sums + C::kSumFloats;
+    const int ranks = k->down_v_ranks;
+    for (int i = first; i < end; i++) {
+      const Segment segment = block->lists.segments[i];
+      for (int at = thread; at < segment.count * ranks; at += kGroupThreads) {
+        const int n = segment.begin + at / ranks, rank = at % ranks;
+        uint4 row[2] = {a[0], a[1]};
+        if (i != first || at != thread) load_down_a(segment, rank, row);
+        float sum = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          if (rank >= segment.down_rank || !inside(half)) break;
+          sum += dot8<T>(row[half], z + n * kColumns + half * 8);
+        }
+        k->down_parts[(pair(n) * block->plan.gate_up_blocks + tile.block) * ranks + rank] = sum;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRows = C::kGateUpRows, kColumns = kRows / 2;
+
+  const KernelParams* k;
+  const Block<C>* block;
+  Tile tile;
+  int first, end;  // segments of the tile's item
+  uint4 b[2], a[2];
+
+  __device__ __forceinline__ static float* vectors(float* sums) {
+    return sums + C::kSumFloats + C::kMaxTokens * kColumns;
+  }
+  __device__ __forceinline__ static uint4 load8(const T* row) {
+    return __ldg(reinterpret_cast<const uint4*>(row));
+  }
+  __device__ __forceinline__ int pair(int n) const {
+    return pair_of(block->lists.entries[block->item(tile.index).start + n]);
+  }
+  // Is the half-th 8 of the tile's columns one of z's?
+  __device__ __forceinline__ bool inside(int half) const {
+    return tile.block * kColumns + half * 8 < k->p.intermediate_size;
+  }
+  // Rows of a tile come 8 of the first half, 8 of the second, and so on. 0: gate, 1: up.
+  __device__ __forceinline__ int component_of(int row) const {
+    return (row >> 3 & 1) ^ int { k->p.layout == GateUpLayout::kUpGate };
+  }
+  // The row of B (gate's rows, then up's) for a row of the tile, null beyond the last column.
+  __device__ __forceinline__ const T* gate_up_b_row(const Segment& segment, int row) const {
+    if (k->gate_up_rank == 0 || !inside(row / 16)) return nullptr;
+    const LoraStack& stack = k->p.gate_up_b;
+    const int64_t column = tile.block * kColumns + row / 16 * 8 + (row & 7);
+    return static_cast<const T*>(stack.ptr) + segment.slot * stack.slot_stride +
+           block->item(tile.index).expert * stack.expert_stride +
+           (component_of(row) * k->p.intermediate_size + column) * stack.row_stride;
+  }
+  __device__ __forceinline__ void load_down_a(const Segment& segment, int rank,
+                                              uint4 (&row)[2]) const {
+    if (rank >= segment.down_rank) return;
+    const LoraStack& stack = k->p.down_a;
+    const T* columns =
+        static_cast<const T*>(stack.ptr) + segment.slot * stack.slot_stride +
+        (stack.shared_outer ? 0 : block->item(tile.index).expert) * stack.expert_stride +
+        rank * stack.row_stride + tile.block * kColumns;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      if (inside(half)) row[half] = load8(columns + half * 8);
+    }
+  }
+  // Zeros from element `ranks` on: beyond a slot's rank memory may hold anything.
+  __device__ __forceinline__ static uint4 mask_ranks(uint4 values, int ranks) {
+    if (ranks >= 8) return values;
+    uint32_t* words = reinterpret_cast<uint32_t*>(&values);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      words[c] &= 2 * c + 1 < ranks ? ~0u : (2 * c < ranks ? 0xffffu : 0u);
+    }
+    return values;
+  }
+};
+
+}  // namespace moelora::fused_decode

@@ -68,9 +68,4 @@ int64_t fused_prefill_workspace_bytes(const LayerParams& layer, int64_t limit) {
   return fused_prefill::plan_prefill(layer, limit).bytes;
 }
 
-const char* fused_prefill_config_name(const LayerParams& layer) {
-  const int index = fused_prefill_config_index(layer.expected_rows(), layer.hidden_size);
-  return kFusedPrefillConfigs[index].name;
-}
-
 }  // namespace moelora

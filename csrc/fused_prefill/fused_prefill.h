@@ -21,9 +21,6 @@ const char* fused_prefill_unsupported(const LayerParams& layer);
 int64_t fused_prefill_workspace_bytes(const LayerParams& layer,
                                       int64_t limit = kFusedPrefillWorkspaceLimit);
 
-// Name of the tile configuration that the shapes pick, for explain() and benchmarks.
-const char* fused_prefill_config_name(const LayerParams& layer);
-
 // Runs a supported call. `workspace_ptr`: fused_prefill_workspace_bytes(layer, limit) bytes,
 // 256-byte aligned, contents arbitrary. Only in builds with MOELORA_BUILT_SM90, on a GPU of that
 // arch.

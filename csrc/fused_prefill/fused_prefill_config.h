@@ -13,24 +13,27 @@ struct FusedPrefillConfig {
   int32_t stages;
 };
 
-// Figures: µs a layer on one H200, bursts, no adapter; S1 and S3 as in performance.md. Those with a
-// p are the prototype's (shared/prototypes/hopper_prefill/FINDINGS.md), the others this code's.
+// Figures: µs a layer on one H200, bursts, no adapter (benchmarks/results/prefill_configs.txt); S1
+// and S3 as in performance.md. Experts of more rows than a tile holds take two tiles, and so read
+// their weights from L2 twice.
 constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
-    // Weights are read once and set the pace, so depth in flight counts: S1 T=512 328 against 342
-    // with the other row, S3 T=2048 p729 against p747.
+    // Weights are read once and set the pace, so depth in flight counts: S1 T=512 329 against 343
+    // with 256 tokens, S3 T=2048 733 against 761.
     {"tokens144_stages6", 144, 6},
-    // Tensor cores and L2 set the pace, so bytes per flop count: S1 T=8192 1054 against 1142.
+    // For about 128 rows an expert: S3 T=4096 819, 876 with 144 tokens, 851 with 256; S1 T=2048
+    // 390,
+    // 395 and 408; S1 T=2560 425, 527 and 442.
+    {"tokens192_stages5", 192, 5},
+    // Tensor cores and L2 set the pace, so bytes per flop count: S1 T=8192 1070 against 1097 with
+    // 192 tokens and 1149 with 144; S3 T=6144 991, 1153 and 1318.
     {"tokens256_stages4", 256, 4},
 };
-constexpr int kNumFusedPrefillConfigs = 2;
+constexpr int kNumFusedPrefillConfigs = 3;
 
-// Experts of more than 144 rows take two of the narrow tiles, and so read their weights from L2
-// twice. Where items are short, a deep ring that keeps loading through their epilogues makes up for
-// the few experts that this hits on either side of 128 rows: S1 T=2048 (H = 2048) 393 against 406.
-// Where they are long it does not: S3 T=4096 (128 rows too, H = 7168) 868 against 844. Means under
-// 112 rows split next to no expert. (Between 2048 and 7168 nothing is measured.)
-constexpr int fused_prefill_config_index(int64_t expected_rows, int64_t hidden_size) {
-  return expected_rows < (hidden_size < 4096 ? 160 : 112) ? 0 : 1;
+// By mean rows an expert: the narrowest tile that few experts exceed.
+constexpr int fused_prefill_config_index(int64_t expected_rows) {
+  if (expected_rows < 112) return 0;
+  return expected_rows < 176 ? 1 : 2;
 }
 
 // Calls of up to this many tokens are never cut into chunks: weights would be read again too often.

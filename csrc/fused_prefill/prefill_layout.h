@@ -120,7 +120,7 @@ inline PrefillPlan plan_prefill(const LayerParams& layer, int64_t limit) {
   for (int64_t chunks = 1;; ++chunks) {
     const int64_t tokens = ceil_div(layer.num_tokens, chunks);
     const int64_t expected_rows = ceil_div(tokens * layer.top_k, layer.num_experts);
-    const int config_index = fused_prefill_config_index(expected_rows, layer.hidden_size);
+    const int config_index = fused_prefill_config_index(expected_rows);
     const PrefillPlan plan = plan_prefill_chunk(layer, tokens, config_index);
     if (plan.bytes <= limit || tokens <= kMinPrefillChunk) return plan;
   }

@@ -42,10 +42,13 @@ def test_ranks(device, dtype, rank):
 
 @pytest.mark.parametrize("rank", [1, 4, 5, 17, 64])
 @pytest.mark.parametrize("allocated", [64, 72, 256])
-def test_ranks_below_the_allocated_one(device, dtype, rank, allocated):
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_ranks_below_the_allocated_one(device, dtype, rank, allocated, tokens):
     """D08, D09, E04: what lies beyond an adapter's rank is NaN and never matters"""
     ranks = [(rank, max(1, rank // 2)), (allocated, rank)]
-    layer, lora, adapter_ids = make(9, device, dtype, slots=2, rank=allocated, ranks=ranks)
+    layer, lora, adapter_ids = make(tokens, device, dtype, slots=2, rank=allocated, ranks=ranks)
+    if tokens <= 2:
+        adapter_ids.copy_(torch.arange(tokens))
     check(layer, lora, adapter_ids)
 
 
@@ -67,12 +70,17 @@ def test_an_adapter_padded_to_a_larger_rank_computes_the_same(device, dtype):
 @pytest.mark.parametrize("shared_a", [False, True])
 @pytest.mark.parametrize("shared_outer", [False, True])
 @pytest.mark.parametrize("ranks", [None, [(16, 0), (3, 8), (0, 5)]])
-def test_forms_of_the_stacks(device, dtype, shared_a, shared_outer, ranks):
+@pytest.mark.parametrize("tokens", [2, 23])
+def test_forms_of_the_stacks(device, dtype, shared_a, shared_outer, ranks, tokens):
     """J09: gate and up share one A or not, one outer matrix for all experts or not; R1 and R2 differ"""
     layer, lora, adapter_ids = make(
-        23, device, dtype, rank=(16, 8), ranks=ranks, shared_a=shared_a, shared_outer=shared_outer
+        tokens, device, dtype, rank=(16, 8), ranks=ranks, shared_a=shared_a, shared_outer=shared_outer
     )  # fmt: skip
-    check(layer, lora, adapter_ids)
+    if tokens > 2:
+        return check(layer, lora, adapter_ids)
+    for first in range(lora.num_slots):
+        adapter_ids.copy_((torch.arange(tokens) + first) % lora.num_slots)
+        check(layer, lora, adapter_ids)
 
 
 @pytest.mark.parametrize("part", ["gate_up", "down"])

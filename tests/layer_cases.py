@@ -102,9 +102,10 @@ def test_sizes_of_real_models(device, dtype, hidden, inter):
 @pytest.mark.parametrize(("hidden", "inter"), [(8, 8), (8, 136), (136, 8), (24, 104), (200, 72)])
 def test_small_and_odd_widths(device, dtype, hidden, inter):
     """C07, C08: multiples of 8 that are no multiple of 16; gate and up stay apart"""
-    layer, lora, adapter_ids = make(21, device, dtype, Shape(hidden, inter, 5, 3))
-    for layout in LAYOUTS:
-        check(layer, lora, adapter_ids, gate_up_layout=layout)
+    for tokens in (1, 2, 21):
+        layer, lora, adapter_ids = make(tokens, device, dtype, Shape(hidden, inter, 5, 3))
+        for layout in LAYOUTS:
+            check(layer, lora, adapter_ids, gate_up_layout=layout)
 
 
 @pytest.mark.parametrize("with_lora", [False, True])

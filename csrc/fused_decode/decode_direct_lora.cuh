@@ -2,7 +2,7 @@
 // Every wait for another block costs such a short layer 2 to 4 us, so there are as few as can be:
 // gate_up shrinks are cut into parts that the epilogue of each tile adds up, and down shrinks have
 // no tiles: each gate_up tile leaves A times its columns of z as a part, and whoever finishes an
-// expert's last tile adds those up. Sums are always taken in the order of the parts.
+// expert's last tile adds those up. Sums are always taken in one fixed order.
 #pragma once
 
 #include "decode_epilogue.cuh"
@@ -108,6 +108,8 @@ class DirectLora {
             total.x += sum.x;
             total.y += sum.y;
           }
+          // The sum of a row beyond an odd rank, which may be NaN.
+          if (rank + 1 == segment.gate_up_rank) total.y = 0.0f;
         }
         const float scale =
             k->p.scaling_ptr == nullptr ? 1.0f : k->p.scaling_ptr[3 * segment.slot + component];
@@ -168,9 +170,7 @@ class DirectLora {
   __device__ __forceinline__ static float* vectors(float* sums) {
     return sums + C::kSumFloats + C::kMaxTokens * kColumns;
   }
-  __device__ __forceinline__ static uint4 load8(const T* row) {
-    return __ldg(reinterpret_cast<const uint4*>(row));
-  }
+  __device__ __forceinline__ static uint4 load8(const T* row) { return ptx::load_cg_16(row); }
   __device__ __forceinline__ int pair(int n) const {
     return pair_of(block->lists.entries[block->item(tile.index).start + n]);
   }

@@ -6,8 +6,8 @@
 
 namespace moelora::fused_decode {
 
-// One lane. Takes tickets, announces tiles, streams weights and adapter matrices. It waits for free
-// stages only, never for another block's results.
+// One lane. Takes tickets, announces tiles, streams weights and adapter matrices. It waits for
+// stages of its own block only, never for another block's results.
 template <class C>
 class WeightStream {
  public:
@@ -74,9 +74,10 @@ class WeightStream {
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
-  // Direct: at most kMaxInFlight stages of gate_up on their way, enough for the read bandwidth;
-  // with the whole ring on its way every other access queues behind it, and adapters cost 4 us more
-  // at S1 T=1. Not for stages whose tokens may wait for other blocks: full would come late.
+  // Direct: at most kMaxInFlight stages of gate_up and its shrinks on their way, enough for the
+  // read bandwidth; with the whole ring on its way every other access queues behind it, and
+  // adapters cost 4 us more at S1 T=1. Not for stages whose tokens may wait for other blocks: full
+  // would come late.
   __device__ __forceinline__ void limit_in_flight() {
     if (!C::kDirect) return;
     constexpr int kMaxInFlight = 3;
@@ -212,6 +213,7 @@ class ReadyCounters {
     while ((ready >> (index % 32) & 1) == 0) {
       ready = __ballot_sync(~0u, mine < count && ptx::load_acquire(counters + mine) >= target);
     }
+    __syncwarp();  // what one lane has acquired, all may read
   }
 
  private:

@@ -8,7 +8,7 @@
 namespace moelora::fused_decode {
 
 enum class TileKind : int {
-  kGateUpShrink,  // 32 rows of A x for one segment
+  kGateUpShrink,  // 32 rows of A x for one segment (direct: a part of the columns)
   kGateUp,        // rows of W13 x (+ B A x), activation, z for one item
   kDownShrink,    // 32 rows of A z for one segment
   kDown,          // rows of W2 z (+ B A z) for one item

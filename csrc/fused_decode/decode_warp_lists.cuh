@@ -6,8 +6,6 @@
 
 namespace moelora::fused_decode {
 
-constexpr int kMaxWarpPairs = 32;
-
 // Lane p < T * top_k has pair p. The rest of the block must not read the lists before a barrier.
 template <int kMaxTokens, bool kDirect>
 __device__ void build_lists_of_warp(const FusedDecodeParams& p, const Lists& lists,

@@ -20,13 +20,14 @@ struct FusedDecodeConfig {
 // S1, S2 and S3 as in performance.md. Stages are 16 KB: 32 KB ones were 1-3 % slower in the
 // prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
-    // One or two tokens: few experts, so small tiles to fill 132 SMs, and direct.
+    // One or two tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
+    // direct.
     // S1 T=1: 25.9; 26.8 with 512 columns a down stage, 26.9 with 128 a gate_up stage.
     {"rows32_direct", 32, 256, 16, 256, 2, true},
     // Few experts, but more tokens than a direct tile is good for.
-    // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7; rows32_direct: 90.8, 100.7.
+    // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7.
     {"rows64_tokens16", 64, 128, 64, 128, 16, false},
-    // S1 T=4: 75.7, with an adapter 80.7; 64 rows: 77.9, 82.1; 128 rows direct: 77.3, 87.2.
+    // S1 T=4: 75.7, with an adapter 80.7; 64 rows: 77.9, 82.1.
     // S1 T=64: 282.8; 64 rows: 292.6.
     {"rows128_tokens16", 128, 64, 128, 64, 16, false},
     // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
@@ -40,11 +41,16 @@ constexpr int kNumFusedDecodeConfigs = sizeof(kFusedDecodeConfigs) / sizeof(Fuse
 
 constexpr int kDirectConfig = 0;
 
+// Pairs that one warp can list (decode_warp_lists.cuh); direct configurations have no other lists.
+constexpr int kMaxWarpPairs = 32;
+
 // num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
 // expected_rows: rows an expert gets on average.
 constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, int64_t local_pairs,
                                         int64_t expected_rows) {
-  if (num_tokens <= 2 && num_pairs <= 32) return kDirectConfig;
+  if (num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens && num_pairs <= kMaxWarpPairs) {
+    return kDirectConfig;
+  }
   if (num_tokens <= 8 && local_pairs < 16) return 1;
   return expected_rows <= 8 ? 2 : 3;
 }

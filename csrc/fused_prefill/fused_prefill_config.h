@@ -20,9 +20,9 @@ constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
     // Weights are read once and set the pace, so depth in flight counts: S1 T=512 329 against 343
     // with 256 tokens, S3 T=2048 733 against 761.
     {"tokens144_stages6", 144, 6},
-    // For about 128 rows an expert: S3 T=4096 819, 876 with 144 tokens, 851 with 256; S1 T=2048
+    // For about 128 rows an expert: S3 T=4096 819, with 144 tokens 876, with 256 851; S1 T=2048
     // 390,
-    // 395 and 408; S1 T=2560 425, 527 and 442.
+    // 395 and 408; T=2560 425, 527 and 442.
     {"tokens192_stages5", 192, 5},
     // Tensor cores and L2 set the pace, so bytes per flop count: S1 T=8192 1070 against 1097 with
     // 192 tokens and 1149 with 144; S3 T=6144 991, 1153 and 1318.

@@ -3,8 +3,10 @@
 // another although each waits for the other's arrival, with cp.async.mbarrier.arrive and with a
 // plain arrive alike. The fused kernels' rings are of this kind, so its reports on them say nothing
 // (seen with compute-sanitizer of CUDA 13.0 on an H200).
-//   nvcc -std=c++17 -gencode=arch=compute_90a,code=sm_90a tests/gpu/racecheck_ring.cu -o
-//   racecheck_ring compute-sanitizer --tool racecheck ./racecheck_ring
+//
+//   nvcc -std=c++17 -gencode=arch=compute_90a,code=sm_90a tests/gpu/racecheck_ring.cu -o ring
+//
+//   compute-sanitizer --tool racecheck ./ring
 #include <cstdio>
 
 #include "../../csrc/common/ptx.cuh"

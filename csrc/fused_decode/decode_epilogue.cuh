@@ -147,7 +147,8 @@ __device__ __forceinline__ void store_y(const KernelParams& k, const float* sums
 // order of the pieces, so that the bits do not depend on who came last.
 template <class C, class T>
 __device__ __forceinline__ void store_direct(const KernelParams& k, const Block<C>& block,
-                                             float* sums, const Tile& tile, int group, int thread) {
+                                             const float* sums, const Tile& tile, int group,
+                                             int thread) {
   const FusedDecodeParams& p = k.p;
   const int hidden = static_cast<int>(p.hidden_size), tokens = static_cast<int>(p.num_tokens);
   constexpr int kPairs = C::kDownRows / 2;
@@ -181,14 +182,9 @@ __device__ __forceinline__ void store_direct(const KernelParams& k, const Block<
   const int64_t piece_stride = int64_t{tokens} * hidden;
   if (inside) *reinterpret_cast<float2*>(partial + tile.index * piece_stride) = total;
   ptx::named_barrier(1 + group, kGroupThreads);
-  bool* is_last = reinterpret_cast<bool*>(sums);  // the sums have been read
-  if (thread == 0) {
-    __threadfence();
-    *is_last = atomicAdd(k.row_blocks_done + tile.block, 1u) + 1 == block.plan.pieces;
-    __threadfence();
-  }
-  ptx::named_barrier(1 + group, kGroupThreads);
-  if (!*is_last || !inside) return;
+  const bool last = thread == 0 && ptx::add_acquire_release(k.row_blocks_done + tile.block) + 1 ==
+                                       static_cast<uint32_t>(block.plan.pieces);
+  if (!ptx::named_barrier_or(1 + group, kGroupThreads, last) || !inside) return;
   total = make_float2(0.0f, 0.0f);
   for (int piece = 0; piece < block.plan.pieces; piece++) {
     const float2 value = __ldcg(reinterpret_cast<const float2*>(partial + piece * piece_stride));

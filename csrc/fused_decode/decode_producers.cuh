@@ -74,22 +74,20 @@ class WeightStream {
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
-  // Direct: at most kMaxInFlight stages of gate_up and its shrinks on their way, enough for the
-  // read bandwidth; with the whole ring on its way every other access queues behind it, and
-  // adapters cost 4 us more at S1 T=1. Not for stages whose tokens may wait for other blocks: full
-  // would come late.
-  __device__ __forceinline__ void limit_in_flight() {
-    if (!C::kDirect) return;
-    constexpr int kMaxInFlight = 3;
-    if (in_flight == kMaxInFlight) {
-      ptx::mbarrier_wait(block.ring.full(landed), landed.phase);
+  // Waits until a stage of `bytes` can join those whose weights are on their way. With the whole ring
+  // on its way every other access queues behind it: the last gate_up tiles' weights behind other
+  // blocks' W2, and whatever one block waits for of another behind both.
+  __device__ __forceinline__ void limit_in_flight(int bytes) {
+    const int most = min(C::kConfig.bytes_in_flight / bytes, block.ring.stages);
+    for (; in_flight >= most; in_flight--) {
+      ptx::mbarrier_wait(block.ring.weights_full(landed), landed.phase);
       landed.advance(block.ring.stages);
-    } else {
-      in_flight++;
     }
+    in_flight++;
   }
   __device__ __forceinline__ void begin_stage(int bytes) {
-    full = block.ring.full(at);
+    limit_in_flight(bytes);
+    full = block.ring.weights_full(at);
     dst = block.ring.weights + at.stage * C::kWeightBytes;
     block.ring.wait_empty(at);
     ptx::mbarrier_arrive_expect_tx(full, bytes);
@@ -106,7 +104,6 @@ class WeightStream {
     stages_before_ticket = max(ceil_div_int(range.end - range.begin, stage_columns) - 3, 0);
     for (int c = range.begin; c < range.end; c += stage_columns) {
       count_stage();
-      limit_in_flight();
       begin_stage(kShrinkRows * stage_columns * 2);
       for (int b = 0; b < stage_columns; b += 64) {
         ptx::tma_load_5d(dst + b * (kShrinkRows * 2), map, full, c + b, first_rank, 0, expert,
@@ -119,7 +116,6 @@ class WeightStream {
     const int first = row_block * (C::kGateUpRows / 16);  // in blocks of 8 gate and 8 up rows
     for (int c = 0; c < k.p.hidden_size; c += C::kGateUpColumns) {
       count_stage();
-      limit_in_flight();
       begin_stage(C::kGateUpRows * C::kGateUpColumns * 2);
       if (C::kGateUpColumns > 64 && k.w13_expert_blocks > 0) {
         ptx::tma_load_5d(dst, &maps.w13, full, 0, 0, 0, expert * k.w13_expert_blocks + first,
@@ -322,7 +318,7 @@ class TokenStream {
     }
   }
   __device__ __forceinline__ void end_stage() {
-    ptx::cp_async_arrive(block.ring.full(at));
+    ptx::cp_async_arrive(block.ring.tokens_full(at));
     at.advance(block.ring.stages);
   }
 

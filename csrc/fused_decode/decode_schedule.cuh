@@ -69,17 +69,30 @@ struct RingCursor {
   }
 };
 
-// Two barriers by stage: full (one arrival of the weight lane with the bytes, 32 of the token warp)
-// and empty (one of each warp of the group that read it).
+// Three barriers by stage: weights (one arrival of the weight lane, and the bytes), tokens (32 of the
+// token warp) and empty (one of each warp of the group that read it).
 struct Ring {
+  static constexpr int kBarrierBytes = 24;  // of a stage
+
   uint32_t barriers, weights, tokens;  // shared addresses
   int stages;
 
-  __device__ __forceinline__ uint32_t full(const RingCursor& at) const {
-    return barriers + at.stage * 16;
+  __device__ __forceinline__ void init() const {
+    for (int s = 0; s < stages; s++) {
+      const RingCursor at = {s, 0};
+      ptx::mbarrier_init(weights_full(at), 1);
+      ptx::mbarrier_init(tokens_full(at), 32);
+      ptx::mbarrier_init(empty(at), kGroupWarps);
+    }
+  }
+  __device__ __forceinline__ uint32_t weights_full(const RingCursor& at) const {
+    return barriers + at.stage * kBarrierBytes;
+  }
+  __device__ __forceinline__ uint32_t tokens_full(const RingCursor& at) const {
+    return weights_full(at) + 8;
   }
   __device__ __forceinline__ uint32_t empty(const RingCursor& at) const {
-    return barriers + at.stage * 16 + 8;
+    return weights_full(at) + 16;
   }
   __device__ __forceinline__ void wait_empty(const RingCursor& at) const {
     ptx::mbarrier_wait(empty(at), at.phase ^ 1);
@@ -88,7 +101,8 @@ struct Ring {
   // the other group's previous round: wait for that round's release first, then for the data.
   __device__ __forceinline__ void wait_full(const RingCursor& at) const {
     wait_empty(at);
-    ptx::mbarrier_wait(full(at), at.phase);
+    ptx::mbarrier_wait(weights_full(at), at.phase);
+    ptx::mbarrier_wait(tokens_full(at), at.phase);
   }
   // The caller's warp has read the stage. Without the fence the arrival can overtake its ldmatrix
   // reads, and the next round's copy overwrites them.

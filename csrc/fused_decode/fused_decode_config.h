@@ -14,6 +14,8 @@ struct FusedDecodeConfig {
   // For at most max_tokens tokens: a down tile covers all (or a piece) of the experts with one
   // column a token, so that it ends in `out`: no y, no second kernel.
   bool direct;
+  // Of weights that a block asks for at once: enough for the read bandwidth, not more.
+  int32_t bytes_in_flight;
 };
 
 // Figures: µs a layer on one H200, side by side in one run (benchmarks/results/decode_tuning.txt);
@@ -23,16 +25,16 @@ constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // One or two tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
     // direct.
     // S1 T=1: 25.9; 26.8 with 512 columns a down stage, 26.9 with 128 a gate_up stage.
-    {"rows32_direct", 32, 256, 16, 256, 2, true},
+    {"rows32_direct", 32, 256, 16, 256, 2, true, 48 << 10},
     // Few experts, but more tokens than a direct tile is good for.
     // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7.
-    {"rows64_tokens16", 64, 128, 64, 128, 16, false},
+    {"rows64_tokens16", 64, 128, 64, 128, 16, false, 48 << 10},
     // S1 T=4: 75.7, with an adapter 80.7; 64 rows: 77.9, 82.1.
     // S1 T=64: 282.8; 64 rows: 292.6.
-    {"rows128_tokens16", 128, 64, 128, 64, 16, false},
+    {"rows128_tokens16", 128, 64, 128, 64, 16, false, 80 << 10},
     // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
     // (prototype).
-    {"rows128_tokens32", 128, 64, 128, 64, 32, false},
+    {"rows128_tokens32", 128, 64, 128, 64, 32, false, 64 << 10},
     // Not taken: a memset node instead of the reset kernel (1.5-2 slower everywhere); building the
     // lists before the reset is waited for, or once with no tokens before the wait, to warm the
     // instruction cache (no difference); issuing 2, 3 or 4 stages together (no difference).

@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   // Barriers: stages, queue, then the queue's entries and the scalars.
-  constexpr int kQueueAt = kMaxStages * 16, kEntriesAt = kQueueAt + kQueueEntries * 16,
+  constexpr int kQueueAt = (kMaxStages * Ring::kBarrierBytes + 15) / 16 * 16, kEntriesAt = kQueueAt + kQueueEntries * 16,
                 kScalarsAt = kEntriesAt + kQueueEntries * 16;
   static_assert(kScalarsAt + sizeof(ListTotals) <= kBarrierBytes, "the barrier page holds it all");
   ListTotals& totals = *reinterpret_cast<ListTotals*>(shared + kScalarsAt);
@@ -269,10 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  reinterpret_cast<DirectItem*>(shared + k.shared.direct_items)};
 
   if (tid == 0) {
-    for (int s = 0; s < k.shared.stages; s++) {
-      ptx::mbarrier_init(base + s * 16, 33);
-      ptx::mbarrier_init(base + s * 16 + 8, kGroupWarps);
-    }
+    block.ring.init();
     for (int q = 0; q < kQueueEntries; q++) {
       ptx::mbarrier_init(base + kQueueAt + q * 16, 1);
       ptx::mbarrier_init(base + kQueueAt + q * 16 + 8, 2);

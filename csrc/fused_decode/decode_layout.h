@@ -132,8 +132,9 @@ struct SharedLayout {
 };
 
 constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
-// What a block can have, less what the next call's first kernel takes to wait beside this one.
-constexpr int kMaxSharedBytes = 232448 - 1024;
+// What a block can have, less what the weighted sum and the next call's first kernel take to wait
+// beside this one.
+constexpr int kMaxSharedBytes = 232448 - 1280 - 1024;
 
 template <class C>
 constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
@@ -184,7 +185,7 @@ inline bool has_down_lora(const FusedDecodeParams& p) {
 inline int config_index(const FusedDecodeParams& p) {
   const int64_t pairs = p.num_tokens * p.top_k;
   return fused_decode_config_index(p.num_tokens, pairs, pairs * p.num_local_experts / p.num_experts,
-                                   ceil_div(pairs, p.num_experts));
+                                   ceil_div(pairs, p.num_experts), p.intermediate_size);
 }
 
 inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) {

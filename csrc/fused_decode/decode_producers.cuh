@@ -74,9 +74,9 @@ class WeightStream {
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
-  // Waits until a stage of `bytes` can join those whose weights are on their way. With the whole ring
-  // on its way every other access queues behind it: the last gate_up tiles' weights behind other
-  // blocks' W2, and whatever one block waits for of another behind both.
+  // Waits until a stage of `bytes` can join those whose weights are on their way. With the whole
+  // ring on its way every other access queues behind it: the last gate_up tiles' weights behind
+  // other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
     const int most = min(C::kConfig.bytes_in_flight / bytes, block.ring.stages);
     for (; in_flight >= most; in_flight--) {

@@ -69,8 +69,8 @@ struct RingCursor {
   }
 };
 
-// Three barriers by stage: weights (one arrival of the weight lane, and the bytes), tokens (32 of the
-// token warp) and empty (one of each warp of the group that read it).
+// Three barriers by stage: weights (one arrival of the weight lane, and the bytes), tokens (32 of
+// the token warp) and empty (one of each warp of the group that read it).
 struct Ring {
   static constexpr int kBarrierBytes = 24;  // of a stage
 

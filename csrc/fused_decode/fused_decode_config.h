@@ -19,18 +19,17 @@ struct FusedDecodeConfig {
 };
 
 // Figures: µs a layer on one H200, side by side in one run (benchmarks/results/decode_tuning.txt);
-// S1, S2 and S3 as in performance.md. Stages are 16 KB: 32 KB ones were 1-3 % slower in the
-// prototype.
+// S1, S2 and S3 as in performance.md; none / rank 16. Stages are 16 KB: 32 KB ones were 1-3 %
+// slower in the prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // One or two tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
-    // direct.
-    // S1 T=1: 25.9; 26.8 with 512 columns a down stage, 26.9 with 128 a gate_up stage.
+    // direct. S1 T=1: 24.1 / 30.8; with 32 KB in flight 25.7 / 31.1, with the ring 25.4 / 35.6.
     {"rows32_direct", 32, 256, 16, 256, 2, true, 48 << 10},
-    // Few experts, but more tokens than a direct tile is good for.
-    // S3 T=4: 88.2, with an adapter 92.0; 128 rows: 93.1, 95.7.
+    // Few tiles: S3 T=4: - / 88.0, 128 rows - / 95.5; S2 T=16: 52.1 / 55.5, 128 rows 53.1 / 56.8;
+    // S1 T=4: 72.3 / 76.3, 128 rows 72.4 / 76.8. With the ring in flight S3 T=4: - / 92.1.
     {"rows64_tokens16", 64, 128, 64, 128, 16, false, 48 << 10},
-    // S1 T=4: 75.7, with an adapter 80.7; 64 rows: 77.9, 82.1.
-    // S1 T=64: 282.8; 64 rows: 292.6.
+    // S1 T=16: 183.7 / 191.4, 64 rows 186.5 / 192.9; with 64 KB in flight 185.4 / 191.4, with the
+    // ring 185.0 / 192.5. S3 T=64: - / 554.9, with 48 KB in flight - / 563.5.
     {"rows128_tokens16", 128, 64, 128, 64, 16, false, 80 << 10},
     // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
     // (prototype).
@@ -49,12 +48,13 @@ constexpr int kMaxWarpPairs = 32;
 // num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
 // expected_rows: rows an expert gets on average.
 constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, int64_t local_pairs,
-                                        int64_t expected_rows) {
+                                        int64_t expected_rows, int64_t intermediate_size) {
   if (num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens && num_pairs <= kMaxWarpPairs) {
     return kDirectConfig;
   }
-  if (num_tokens <= 8 && local_pairs < 16) return 1;
-  return expected_rows <= 8 ? 2 : 3;
+  if (expected_rows > 8) return 3;
+  // At most about three gate_up tiles of 128 rows an SM: smaller ones balance better.
+  return local_pairs * (2 * intermediate_size / 128) <= 384 ? 1 : 2;
 }
 
 }  // namespace moelora

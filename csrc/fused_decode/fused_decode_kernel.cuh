@@ -252,7 +252,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   // Barriers: stages, queue, then the queue's entries and the scalars.
-  constexpr int kQueueAt = (kMaxStages * Ring::kBarrierBytes + 15) / 16 * 16, kEntriesAt = kQueueAt + kQueueEntries * 16,
+  constexpr int kQueueAt = (kMaxStages * Ring::kBarrierBytes + 15) / 16 * 16,
+                kEntriesAt = kQueueAt + kQueueEntries * 16,
                 kScalarsAt = kEntriesAt + kQueueEntries * 16;
   static_assert(kScalarsAt + sizeof(ListTotals) <= kBarrierBytes, "the barrier page holds it all");
   ListTotals& totals = *reinterpret_cast<ListTotals*>(shared + kScalarsAt);

@@ -14,8 +14,7 @@
 
 namespace moelora {
 
-// `Device` runs an op's params and orders streams; see decomposed.cpp (CPU) and decomposed_cuda.cpp
-// for the two.
+// `Device` runs an op's params and orders streams; see decomposed.cpp for the two.
 template <class Device>
 class DecomposedLayer {
  public:

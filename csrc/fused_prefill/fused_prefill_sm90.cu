@@ -1,5 +1,6 @@
 // Runs the layer: the kernels of one chunk of tokens in a row, chunk after chunk.
 #include "../finalize/finalize.h"
+#include "../fused_moe_lora/plan.h"
 #include "fused_prefill.h"
 #include "prefill_gemm.h"
 #include "prefill_maps.h"
@@ -9,28 +10,6 @@
 namespace moelora {
 namespace fused_prefill {
 namespace {
-
-const void* advance(const void* ptr, int64_t bytes) {
-  return ptr == nullptr ? nullptr : static_cast<const char*>(ptr) + bytes;
-}
-
-// The call for tokens first..first+tokens-1 only.
-LayerParams chunk_of(const LayerParams& layer, int64_t first, int64_t tokens) {
-  LayerParams chunk = layer;
-  const int64_t element = dtype_bytes(layer.dtype);
-  chunk.num_tokens = tokens;
-  chunk.hidden_states_ptr =
-      advance(layer.hidden_states_ptr, first * layer.hidden_states_stride * element);
-  chunk.out_ptr = static_cast<char*>(layer.out_ptr) + first * layer.out_stride * element;
-  const int64_t id_bytes = layer.ids.kind == IdMatrix::Kind::kInt64 ? 8 : 4;
-  chunk.ids.ptr = advance(layer.ids.ptr, first * layer.ids.row_stride * id_bytes);
-  const int64_t weight_bytes = layer.weights.kind == WeightMatrix::Kind::kBFloat16 ? 2 : 4;
-  chunk.weights.ptr = advance(layer.weights.ptr, first * layer.weights.row_stride * weight_bytes);
-  chunk.slots.adapter_ids_ptr =
-      advance(layer.slots.adapter_ids_ptr,
-              first * layer.slots.stride * (layer.slots.ids_are_int64 ? 8 : 4));
-  return chunk;
-}
 
 class PrefillChunk {
  public:
@@ -258,7 +237,7 @@ void run_prefill(const LayerParams& layer, const PrefillPlan& plan, void* worksp
   for (int64_t first = 0; first < layer.num_tokens; first += plan.chunk_tokens) {
     const int64_t left = layer.num_tokens - first;
     const LayerParams chunk =
-        chunk_of(layer, first, left < plan.chunk_tokens ? left : plan.chunk_tokens);
+        layer_chunk(layer, first, left < plan.chunk_tokens ? left : plan.chunk_tokens);
     PrefillChunk(chunk, plan, workspace_ptr, stream).run();
   }
 }

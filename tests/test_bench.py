@@ -125,6 +125,8 @@ def test_a_missing_vllm_is_not_installed():
 def test_arguments():
     args = parse(["--adapters", "0", "4x32m", "--workspace-limit", "512"])
     assert [str(adapters) for adapters in args.adapters] == ["none", "4 x r32 + base"]
-    assert args.workspace_limit == 512
+    assert args.workspace_limit == 512 and args.pace == "turns"
     with pytest.raises(SystemExit):
         parse(["--adapters", "4y32"])
+    with pytest.raises(SystemExit):
+        parse(["--pace", "steady"])

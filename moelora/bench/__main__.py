@@ -20,7 +20,7 @@ import moelora
 from moelora.bench.layers import SYSTEMS, Problem, Weights
 from moelora.bench.peers import FOREIGN, missing, one_line
 from moelora.bench.shapes import BENCH_SHAPES, Adapters
-from moelora.bench.timing import capture, median_us, peak_bytes
+from moelora.bench.timing import PACES, capture, matmul_tflops, median_us, peak_bytes
 from moelora.testing.errors import BOUNDS
 
 PEERS = ("grouped_mm", *FOREIGN)
@@ -51,13 +51,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workspace-limit", type=float, metavar="MiB", help="moelora's workspace_limit_bytes; default: none"
     )
+    parser.add_argument(
+        "--pace", choices=PACES, default="turns",
+        help="turns: systems take turns, replay by replay; burst: each alone after a pause; sustained: each alone "
+        "after 0.7 s of its own load; both of these beside an 8192^3 matmul timed the same way",
+    )  # fmt: skip
     parser.add_argument("--replays", type=int, default=50, help="timed replays of each graph (median)")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--plot", type=Path, help="draw time and floor against T to this PNG (needs matplotlib)")
     return parser.parse_args(argv)
 
 
-def time_problem(problem: Problem, systems: list[str], replays: int) -> dict:
+def time_problem(problem: Problem, systems: list[str], replays: int, pace: str) -> dict:
     errors, graphs, peaks, refused = {}, {}, {}, {}
     for system in systems:
         try:
@@ -77,7 +82,7 @@ def time_problem(problem: Problem, systems: list[str], replays: int) -> dict:
     bound = {name: _PEER_BOUND if name in PEERS else BOUNDS[torch.bfloat16] for name in graphs}
     right = {name: graph for name, graph in graphs.items() if errors[name] <= bound[name]}
     layers = len(problem.layers)
-    times = {name: time / layers for name, time in median_us(right, replays).items()}
+    times = {name: time / layers for name, time in median_us(right, replays, pace).items()}
     return {
         "us": times, "error": errors, "peak_bytes": peaks, "refused": refused,
         "floor_us": problem.floor_us(), "layers": layers,
@@ -115,10 +120,14 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda")
     limit = None if args.workspace_limit is None else int(args.workspace_limit * 2**20)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, moelora {moelora.build_info()}")
-    for system in args.systems:
-        if reason := missing(system):
-            print(f"{system}: {reason}")
-    args.systems = [system for system in args.systems if not missing(system)]
+    absent = {system: reason for system in args.systems if (reason := missing(system))}
+    for system, reason in absent.items():
+        print(f"{system}: {reason}")
+    args.systems = [system for system in args.systems if system not in absent]
+    matmul = None
+    if args.pace != "turns":
+        matmul = matmul_tflops(args.pace, args.replays, device)
+        print(f"bf16 matmul of 8192^3, {args.pace}: {matmul:.0f} TFLOP/s")
     print(HEADER, flush=True)
     results, wrong = [], 0
     with torch.inference_mode():
@@ -128,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
                 weights = Weights(BENCH_SHAPES[shape_name], adapters, torch.bfloat16, device)
                 for tokens in args.tokens:
                     problem = Problem(weights, tokens, limit)
-                    result = time_problem(problem, args.systems, args.replays)
+                    result = time_problem(problem, args.systems, args.replays, args.pace)
                     result |= {"shape": shape_name, "tokens": tokens, "adapters": str(adapters)}
                     results.append(result)
                     if adapters.count == 0:
@@ -141,7 +150,10 @@ def main(argv: list[str] | None = None) -> int:
                 torch.cuda.empty_cache()
     _geometric_means(results, args.systems)
     if args.json:
-        record = {"device": torch.cuda.get_device_name(), "build": moelora.build_info(), "results": results}
+        record = {
+            "device": torch.cuda.get_device_name(), "build": moelora.build_info(), "pace": args.pace,
+            "matmul_tflops": matmul, "results": results,
+        }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1) + "\n")
         print(f"wrote {args.json}")
     if args.plot:

@@ -30,3 +30,14 @@ def test_every_system_is_right_and_its_memory_is_bounded(device, shape, tmp_path
         assert set(result["us"]) == set(result["peak_bytes"]) == set(systems)
         assert all(0 < result["peak_bytes"][system] <= (80 << 20) + 1024 for system in systems[:3])
     assert capsys.readouterr().out.count("MiB") == 1
+
+
+@pytest.mark.parametrize("pace", ["burst", "sustained"])
+def test_a_pace_is_timed_beside_a_matmul_of_the_same_pace(device, pace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "BENCH_SHAPES", LAYERS)
+    file = tmp_path / "results.json"
+    arguments = ["--shapes", "small", "--tokens", "300", "--adapters", "0", "--systems", "auto", "--replays", "5"]
+    assert bench.main([*arguments, "--pace", pace, "--json", str(file)]) == 0, capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["pace"] == pace and record["matmul_tflops"] > 1
+    assert f"matmul of 8192^3, {pace}: " in capsys.readouterr().out

@@ -6,6 +6,7 @@ from layer_cases import make, oracle, run
 from workspace_cases import *  # noqa: F403
 
 import moelora
+from moelora.bench.timing import peak_bytes
 from moelora.testing import Shape, check_close
 
 
@@ -21,15 +22,14 @@ def test_chunks_of_a_real_models_sizes_bound_what_is_allocated(device, dtype, mo
     layer, lora, adapter_ids = make(tokens, device, dtype, shape, rank=16)
     options = {"lora": lora, "adapter_ids": adapter_ids, "stream_mode": mode}
     def peak(limit):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        outs = []
         with torch.inference_mode():
-            out = moelora.fused_moe_lora(*layer.arguments, **options, workspace_limit_bytes=limit)
-        torch.cuda.synchronize()
-        taken = torch.cuda.max_memory_allocated() - before
-        return out, taken - out.numel() * out.element_size()
+            taken = peak_bytes(
+                lambda: outs.append(
+                    moelora.fused_moe_lora(*layer.arguments, **options, workspace_limit_bytes=limit)
+                )
+            )
+        return outs[0], taken - outs[0].numel() * outs[0].element_size()
 
     whole, unbounded = peak(None)
     chunked, bounded = peak(limit)

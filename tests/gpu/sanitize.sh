@@ -2,8 +2,8 @@
 # compute-sanitizer over moelora.check (every op and forward on awkward shapes) and over the GPU tests.
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
 # Without PYTEST_ARGS only moelora.check runs: on an H200 five minutes under memcheck, two under initcheck, over ten under
-# racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 8 -m "not slow"`): with 14 workers on
-# two H200s nine minutes are enough for two thirds of them under memcheck.
+# racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 8 -v -m "not slow"`; -v, so that a run
+# that is cut off has named what failed): with 14 workers on two H200s nine minutes do two thirds of them under memcheck.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.
 # memcheck leaves out errors of the API: one test asks for more memory than there is, and says so.
 # initcheck reports activation_kernel's reads of gate_up rows where nothing but the GEMM has ever written the memory: the

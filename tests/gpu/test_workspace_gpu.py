@@ -21,6 +21,7 @@ def test_chunks_of_a_real_models_sizes_bound_what_is_allocated(device, dtype, mo
     shape, tokens, limit = Shape(2048, 768, 16, 8), 8192, 512 << 20
     layer, lora, adapter_ids = make(tokens, device, dtype, shape, rank=16)
     options = {"lora": lora, "adapter_ids": adapter_ids, "stream_mode": mode}
+
     def peak(limit):
         outs = []
         with torch.inference_mode():

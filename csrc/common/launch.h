@@ -22,6 +22,8 @@ struct LaunchConfig {
   // Programmatic dependent launch: the kernel must call griddepcontrol.wait before it reads what
   // its predecessor wrote.
   bool dependent = false;
+  // Blocks a cluster, along x: they run at the same time and reach each other's shared memory.
+  unsigned cluster = 1;
 };
 
 template <class... KernelArgs, class... Args>
@@ -34,11 +36,19 @@ void launch_kernel(const char* name, void (*kernel)(KernelArgs...), const Launch
   launch.blockDim = config.block;
   launch.dynamicSmemBytes = config.shared_bytes;
   launch.stream = config.stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &attribute;
-  launch.numAttrs = config.dependent ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  launch.attrs = attributes;
+  if (config.dependent) {
+    cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (config.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = config.cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&launch, kernel, KernelArgs(args)...), name);
 }
 

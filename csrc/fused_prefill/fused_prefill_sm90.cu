@@ -79,6 +79,7 @@ class PrefillChunk {
     params.down_tiles = at<TokenTile>(plan_.down_tiles);
     params.num_tiles = at<int32_t>(plan_.num_tiles);
     params.next_items = at<int32_t>(plan_.next_items);
+    params.z_ready = at<uint32_t>(plan_.z_ready);
     params.gate_up_units = at<LoraUnit>(plan_.gate_up_units);
     params.down_units = at<LoraUnit>(plan_.down_units);
     params.row_token = at<int32_t>(plan_.row_token);
@@ -102,7 +103,12 @@ class PrefillChunk {
       params.tiles = at<TokenTile>(gate_up ? plan_.gate_up_tiles : plan_.down_tiles);
       params.num_tiles = at<int32_t>(plan_.num_tiles);
       params.row_slot = at<int32_t>(plan_.row_slot);
-      if (gate_up) params.row_token = at<int32_t>(plan_.row_token);
+      if (gate_up) {
+        params.row_token = at<int32_t>(plan_.row_token);
+      } else {
+        params.z_ready = at<uint32_t>(plan_.z_ready);
+        params.z_parts = z_parts();
+      }
       params.num_groups = layer_.num_local_experts;
       params.expected_rows = layer_.expected_rows();
     }
@@ -124,10 +130,18 @@ class PrefillChunk {
     launch_prefill_shrink(params, stream_);
   }
 
+  int32_t gate_up_weight_blocks() const {
+    return static_cast<int32_t>(ceil_div(2 * layer_.intermediate_size, config_.weight_rows));
+  }
+  // Stores of z that make a tile whole: one of each consumer warpgroup for each block of weights.
+  uint32_t z_parts() const { return kConsumerGroups * gate_up_weight_blocks(); }
+
   // What both GEMMs need to know of tiles and adapters.
   PrefillGemmParams gemm_params(const LoraSide& side, int64_t v_columns) const {
     PrefillGemmParams params = {};
     params.num_tiles = at<int32_t>(plan_.num_tiles);
+    params.z_ready = at<uint32_t>(plan_.z_ready);
+    params.z_parts = z_parts();
     const int64_t element = dtype_bytes(layer_.dtype);
     if (has(side)) {
       params.b_ptr = side.b_ptr;
@@ -145,7 +159,8 @@ class PrefillChunk {
     PrefillGemmParams params = gemm_params(layer_.gate_up, gate_up_v_columns(layer_.gate_up));
     params.tiles = at<TokenTile>(plan_.gate_up_tiles);
     params.next_item = at<int32_t>(plan_.next_items);
-    params.weight_blocks = static_cast<int32_t>(ceil_div(2 * inner, kWeightRows));
+    params.tiles_come_last = !has(layer_.gate_up);
+    params.weight_blocks = gate_up_weight_blocks();
     params.k_blocks = static_cast<int32_t>(ceil_div(hidden, kBlockColumns));
     params.x_ptr = layer_.hidden_states_ptr;
     params.x_row_bytes =
@@ -165,8 +180,8 @@ class PrefillChunk {
     params.row_weight = layer_.weight_on_input ? at<float>(plan_.row_weight) : nullptr;
 
     PrefillGemmMaps maps = {};
-    maps.weights =
-        gate_up_weight_map(layer_.w13, layer_.layout, layer_.num_local_experts, inner, hidden);
+    maps.weights = gate_up_weight_map(layer_.w13, layer_.layout, layer_.num_local_experts, inner,
+                                      hidden, config_.weight_rows);
     maps.out = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 32);
     launch_prefill_gate_up(maps, params, plan_.config_index, layer_.dtype, stream_);
   }
@@ -176,7 +191,7 @@ class PrefillChunk {
     PrefillGemmParams params = gemm_params(layer_.down, layer_.down.rank);
     params.tiles = at<TokenTile>(plan_.down_tiles);
     params.next_item = at<int32_t>(plan_.next_items) + 1;
-    params.weight_blocks = static_cast<int32_t>(ceil_div(hidden, kWeightRows));
+    params.weight_blocks = static_cast<int32_t>(ceil_div(hidden, config_.weight_rows));
     params.k_blocks = static_cast<int32_t>(ceil_div(inner, kBlockColumns));
     params.units = at<LoraUnit>(plan_.down_units);
     params.units_capacity = static_cast<int32_t>(sizes_.down_units);
@@ -185,7 +200,8 @@ class PrefillChunk {
     params.out_columns = static_cast<int32_t>(hidden);
 
     PrefillGemmMaps maps = {};
-    maps.weights = down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner);
+    maps.weights =
+        down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner, config_.weight_rows);
     maps.tokens = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 64);
     maps.out = row_maps(at<char>(plan_.y), layer_.dtype, sizes_.max_rows, hidden, 64);
     launch_prefill_down(maps, params, plan_.config_index, layer_.dtype, stream_);

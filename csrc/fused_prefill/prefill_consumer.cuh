@@ -1,4 +1,4 @@
-// A consumer warpgroup of a prefill GEMM: 64 weight rows times every token of the tile.
+// A consumer warpgroup of a prefill GEMM: half of the weight rows times every token of the tile.
 #pragma once
 
 #include "prefill_epilogue.cuh"
@@ -75,23 +75,40 @@ class Consumer {
           run_item<16>(item.tile, item.block);
           break;
       }
+      if (kGateUp && group_.elected) group_.storing = p_.z_ready + item.tile_idx;
     }
-    if (group_.elected) sm90::bulk_wait_all();
+    if (group_.elected) kGateUp ? group_.finish_storing() : sm90::bulk_wait_all();
   }
 
  private:
+  // One for each 64 of the warpgroup's weight rows.
+  template <int N>
+  using Accumulators = sm90::WgmmaAccumulators<N>[Tile::kRowBlocks];
+  static constexpr uint64_t kRowBlockStep = (64 * kRowBytes) >> 4;  // in a descriptor
+
+  template <int N>
+  __device__ __forceinline__ static void pin(Accumulators<N>& acc) {
+#pragma unroll
+    for (auto& a : acc) a.pin();
+  }
+
   template <int kSteps>
   __device__ __forceinline__ void run_item(const TokenTile& tile, int block) {
     if constexpr (kSteps <= Tile::kMaxSteps) {
       constexpr int N = kSteps * kRowStep;
-      sm90::WgmmaAccumulators<N> acc;
-      acc.clear();
+      sm90::WgmmaAccumulators<N> acc[Tile::kRowBlocks];
+#pragma unroll
+      for (auto& a : acc) a.clear();
       multiply_blocks<N>(acc);
       for (int units = tile.units; units > 0; units -= 4) multiply_units<N>(acc, units);
-      if constexpr (kGateUp) {
-        finish_gate_up<T, N>(acc, maps_, p_, tile, block, group_);
-      } else {
-        finish_down<T, Tile, N>(acc, maps_, p_, tile, block, group_);
+      const int row_block = (block * kConsumerGroups + group_.group) * Tile::kRowBlocks;
+#pragma unroll
+      for (int m = 0; m < Tile::kRowBlocks; ++m) {
+        if constexpr (kGateUp) {
+          finish_gate_up<T, N>(acc[m], maps_, p_, tile, (row_block + m) * 32, group_);
+        } else {
+          finish_down<T, Tile, N>(acc[m], maps_, p_, tile, (row_block + m) * 64, group_);
+        }
       }
     }
   }
@@ -111,20 +128,24 @@ class Consumer {
   }
 
   template <int N, int kCount>
-  __device__ __forceinline__ void issue_steps(sm90::WgmmaAccumulators<N>& acc) const {
+  __device__ __forceinline__ void issue_steps(Accumulators<N>& acc) const {
     const uint64_t a = weights(), b = tokens();
-    acc.pin();
+    pin<N>(acc);
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      sm90::Wgmma<T, N>::run(acc.d, a + k * sm90::kWgmmaKStep, b + k * sm90::kWgmmaKStep);
+#pragma unroll
+      for (int m = 0; m < Tile::kRowBlocks; ++m) {
+        sm90::Wgmma<T, N>::run(acc[m].d, a + m * kRowBlockStep + k * sm90::kWgmmaKStep,
+                               b + k * sm90::kWgmmaKStep);
+      }
     }
     sm90::wgmma_commit();
   }
 
   // Every K block of W x. A stage is handed back once the next one's products are under way.
   template <int N>
-  __device__ __forceinline__ void multiply_blocks(sm90::WgmmaAccumulators<N>& acc) {
+  __device__ __forceinline__ void multiply_blocks(Accumulators<N>& acc) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
@@ -138,13 +159,13 @@ class Consumer {
       at_.advance();
     }
     sm90::wgmma_wait<0>();
-    acc.pin();
+    pin<N>(acc);
     if (group_.lane == 0) ptx::mbarrier_arrive(previous);
   }
 
   // One adapter stage: up to four units of 16 ranks.
   template <int N>
-  __device__ __forceinline__ void multiply_units(sm90::WgmmaAccumulators<N>& acc, int units) {
+  __device__ __forceinline__ void multiply_units(Accumulators<N>& acc, int units) {
     wait_full();
     ptx::fence_proxy_async_shared();
     if (units > 2) {
@@ -157,7 +178,7 @@ class Consumer {
       issue_steps<N, 1>(acc);
       sm90::wgmma_wait<0>();
     }
-    acc.pin();
+    pin<N>(acc);
     if (group_.lane == 0) ptx::mbarrier_arrive(empty());
     at_.advance();
   }

@@ -16,8 +16,16 @@ struct ConsumerGroup {
   int group, warp, lane;  // warp: 0..3 inside the group
   bool elected;           // the thread that issues the group's stores and waits for them
   int down_buffer = 0;    // the next down buffer to fill
+  uint32_t* storing = nullptr;  // elected: the z_ready counter of an item that is being stored
 
   __device__ __forceinline__ void sync() const { ptx::named_barrier(2 + group, kGroupThreads); }
+  // The elected thread of gate_up: staging is free again, and an item that was being stored counts.
+  __device__ __forceinline__ void finish_storing() {
+    if (storing == nullptr) return sm90::bulk_wait_read<0>();
+    sm90::bulk_wait_all();
+    ptx::add_release(storing);
+    storing = nullptr;
+  }
   // The tile columns (tokens) of accumulators 4 i, 4 i + 1 are token(i), token(i) + 1; of 4 i + 2
   // and 4 i + 3 too, eight weight rows further.
   __device__ __forceinline__ int token(int i) const { return 8 * i + 2 * (lane & 3); }
@@ -92,13 +100,12 @@ template <class T, int N>
 __device__ __forceinline__ void finish_gate_up(sm90::WgmmaAccumulators<N>& acc,
                                                const PrefillGemmMaps& maps,
                                                const PrefillGemmParams& p, const TokenTile& tile,
-                                               int block, ConsumerGroup& group) {
-  const int z_column = block * (kWeightRows / 2) + group.group * 32;
+                                               int z_column, ConsumerGroup& group) {
   if (p.row_weight != nullptr) {
     const float* weight = p.row_weight + tile.first_row;
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
-      const float2 w = *reinterpret_cast<const float2*>(weight + group.token(i));
+      const float2 w = __ldcg(reinterpret_cast<const float2*>(weight + group.token(i)));
       acc.d[4 * i] *= w.x;
       acc.d[4 * i + 1] *= w.y;
       acc.d[4 * i + 2] *= w.x;
@@ -117,7 +124,7 @@ __device__ __forceinline__ void finish_gate_up(sm90::WgmmaAccumulators<N>& acc,
     add_bias<N>(acc, first, second);
   }
 
-  if (group.elected) sm90::bulk_wait_read<0>();
+  if (group.elected) group.finish_storing();
   group.sync();
   if (p.activation == ActivationKind::kSilu && p.layout != GateUpLayout::kUpGate) {
     stage_z<T, N>(acc, group, [](float gate, float up) { return silu(gate) * up; });
@@ -142,9 +149,8 @@ __device__ __forceinline__ void finish_gate_up(sm90::WgmmaAccumulators<N>& acc,
 template <class T, class Tile, int N>
 __device__ __forceinline__ void finish_down(sm90::WgmmaAccumulators<N>& acc,
                                             const PrefillGemmMaps& maps, const PrefillGemmParams& p,
-                                            const TokenTile& tile, int block,
+                                            const TokenTile& tile, int y_column,
                                             ConsumerGroup& group) {
-  const int y_column = block * kWeightRows + group.group * 64;
   if (p.bias_ptr != nullptr) {
     const int64_t column = y_column + group.warp * 16 + (group.lane >> 2);
     const T* bias = static_cast<const T*>(p.bias_ptr) + int64_t{tile.expert} * p.out_columns;

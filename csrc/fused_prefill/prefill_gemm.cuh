@@ -11,6 +11,8 @@ namespace moelora::fused_prefill {
 // padded to 16 only.
 //   gate_up: z[row, :] = act(W13[e] x[row_token[row]] + b + B v[row]) for every row of the tile
 //   list down:    y[row, :] = W2[e] z[row] + b + B v[row]
+// down starts while gate_up's last items run, on SMs that have none left: its tiles wait for their
+// own rows of z, by counters. All blocks of gate_up run by then, so that every counter gets there.
 // One warpgroup fills the ring, two multiply. Needs: dynamic shared memory of Tile::kSharedBytes,
 // x, B and v rows on 16-byte boundaries, and the tile list of build_tiles.
 template <class T, int kConfigIndex, bool kGateUp>
@@ -37,19 +39,21 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     ptx::prefetch_tensor_map(&maps.out.rows16);
   }
   __syncthreads();
+  if (params.tiles_come_last) ptx::wait_for_previous_kernel();
+  // Not before: whoever starts now reads the tile lists.
   ptx::launch_dependents();
-  ptx::wait_for_previous_kernel();
 
-  // 384 threads start with 168 registers each; 2 * 128 * 200 + 128 * 104 is the same sum.
   if (group == kConsumerGroups) {
-    sm90::give_registers_back<104>();
+    sm90::give_registers_back<Tile::kProducerRegisters>();
     Producer<Tile, kGateUp>(maps, params, base, queue,
                             reinterpret_cast<int32_t*>(shared + Tile::kTokenIndexAt), thread)
         .run();
   } else {
-    sm90::take_registers<200>();
+    sm90::take_registers<Tile::kConsumerRegisters>();
     Consumer<T, Tile, kGateUp>(maps, params, base, queue, group, thread).run();
   }
+  // So that who waits for this kernel has waited for the ones before it too.
+  ptx::wait_for_previous_kernel();
 }
 
 }  // namespace moelora::fused_prefill

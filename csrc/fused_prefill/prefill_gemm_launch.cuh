@@ -33,9 +33,10 @@ void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, v
 template <class T, bool kGateUp>
 void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, int config_index,
                  void* stream) {
-  static_assert(kNumFusedPrefillConfigs == 3, "one call for each");
+  static_assert(kNumFusedPrefillConfigs == 4, "one call for each");
   if (config_index == 0) return launch_gemm<T, kGateUp, 0>(maps, params, stream);
   if (config_index == 1) return launch_gemm<T, kGateUp, 1>(maps, params, stream);
+  if (config_index == 3) return launch_gemm<T, kGateUp, 3>(maps, params, stream);
   launch_gemm<T, kGateUp, 2>(maps, params, stream);
 }
 

@@ -7,7 +7,6 @@
 
 namespace moelora::fused_prefill {
 
-constexpr int kWeightRows = 128;   // of an item: 64 a consumer warpgroup
 constexpr int kBlockColumns = 64;  // of K a stage: rows of 128 bytes
 constexpr int kRowBytes = 128;
 constexpr int kConsumerGroups = 2;
@@ -31,7 +30,14 @@ struct PrefillGemmParams {
   const TokenTile* tiles;
   const int32_t* num_tiles;
   int32_t* next_item;     // counter, 0 at the start
-  int32_t weight_blocks;  // blocks of kWeightRows
+  // Whether the tile lists are the work of the kernel right before this one, so that nothing can be
+  // done until it ends. Else it is a shrink, and only its rank vectors are waited for.
+  bool tiles_come_last;
+  // [tiles] counters, 0 at the start: every consumer warpgroup of gate_up adds one for each item
+  // whose rows of z are stored. A tile of down starts at `z_parts`.
+  uint32_t* z_ready;
+  uint32_t z_parts;
+  int32_t weight_blocks;  // blocks of the configuration's weight_rows
   int32_t k_blocks;       // blocks of kBlockColumns
 
   // gate_up: tile row r is row row_token[first_row + r] of x.
@@ -63,11 +69,17 @@ struct PrefillGemmParams {
 template <int kConfigIndex>
 struct GemmTile {
   static constexpr FusedPrefillConfig kConfig = kFusedPrefillConfigs[kConfigIndex];
+  static constexpr int kWeightRows = kConfig.weight_rows;
+  static constexpr int kRowBlocks = kWeightRows / (64 * kConsumerGroups);  // of 64, a warpgroup
   static constexpr int kMaxTokens = kConfig.max_tokens;
   static constexpr int kStages = kConfig.stages;
   static constexpr int kMaxSteps = kMaxTokens / kRowStep;
 
-  // A stage: 128 weight rows, then the tile's token rows.
+  // Of a thread. 384 threads start with 168 each, and those of a warpgroup can hand some to others.
+  static constexpr int kConsumerRegisters = 200;
+  static constexpr int kProducerRegisters = 3 * 168 - kConsumerGroups * kConsumerRegisters;
+
+  // A stage: weight rows, then the tile's token rows.
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kMaxTokens * kRowBytes;
 

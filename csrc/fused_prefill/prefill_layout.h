@@ -67,7 +67,7 @@ struct PrefillPlan {
   int64_t chunk_tokens;
   int64_t expanded_to_permuted, permuted_to_expanded, expert_offsets, sort_tile_expert,
       sort_tile_row_limit, num_padded_rows, sort_workspace;
-  int64_t gate_up_tiles, down_tiles, num_tiles, next_items, row_token, row_slot, row_weight,
+  int64_t gate_up_tiles, down_tiles, num_tiles, next_items, z_ready, row_token, row_slot, row_weight,
       gate_up_units, down_units;
   int64_t gate_up_v, down_v, z, y;
   int64_t bytes;
@@ -103,6 +103,7 @@ inline PrefillPlan plan_prefill_chunk(const LayerParams& layer, int64_t tokens,
   plan.down_tiles = take(s.max_tiles * sizeof(TokenTile));
   plan.num_tiles = take(index);
   plan.next_items = take(2 * index);
+  plan.z_ready = take(s.max_tiles * index);
   plan.row_token = take(s.max_rows * index);
   plan.row_slot = take(has_lora(layer) ? s.max_rows * index : 0);
   plan.row_weight = take(layer.weight_on_input ? s.max_rows * sizeof(float) : 0);

@@ -72,6 +72,7 @@ class Producer {
         at_.skip(p_.k_blocks);
       }
       if (item.tile.units > 0) {
+        ptx::wait_for_previous_kernel();  // the shrink, whose rank vectors come now
         // down: thread 0 has waited for every earlier stage once it is here, and so the parity that
         // the others wait for is the right one.
         if constexpr (!kGateUp) sync();
@@ -133,10 +134,10 @@ class Producer {
   __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
     if constexpr (kGateUp) {
       sm90::tma_load_5d(weights(), &maps_.weights, full(), k_block * kBlockColumns, 0, 0,
-                        item.block * (kWeightRows / 16), item.tile.expert);
+                        item.block * (Tile::kWeightRows / 16), item.tile.expert);
     } else {
       sm90::tma_load_3d(weights(), &maps_.weights, full(), k_block * kBlockColumns,
-                        item.block * kWeightRows, item.tile.expert);
+                        item.block * Tile::kWeightRows, item.tile.expert);
     }
   }
 
@@ -181,6 +182,7 @@ class Producer {
   // down: weights and rows of z by TMA, all by thread 0, whose arrivals stand for the others'.
   __device__ __forceinline__ void load_blocks(const GemmItem& item) {
     const TokenTile& tile = item.tile;
+    wait_for_z(item.tile_idx);
     for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
       wait_empty();
       sm90::mbarrier_arrive_many(full(), kGroupThreads);
@@ -198,6 +200,13 @@ class Producer {
       }
       at_.advance();
     }
+  }
+
+  __device__ __forceinline__ void wait_for_z(int32_t tile_idx) {
+    if (tile_idx == ready_tile_) return;
+    sm90::wait_for_count(p_.z_ready + tile_idx, p_.z_parts);
+    ptx::fence_proxy_async_global();
+    ready_tile_ = tile_idx;
   }
 
   // Adapter stages: four units of 16 ranks each, rows of B where the weights lie, rank vectors
@@ -225,7 +234,7 @@ class Producer {
   __device__ __forceinline__ void copy_b(const GemmItem& item, const LoraUnit& unit, int first_rank,
                                          int ranks) const {
     const uint32_t dst = weights() + place();
-    int column = item.block * kWeightRows + row_;  // output column of this thread's first row
+    int column = item.block * Tile::kWeightRows + row_;  // output column of this thread's first row
     int column_step = 16;                          // and from one of its rows to the next
     int64_t b_row = column;
     if constexpr (kGateUp) {
@@ -233,7 +242,7 @@ class Producer {
       const bool second = (row_ & 8) != 0;
       const bool up = second != (p_.layout == GateUpLayout::kUpGate);
       if (unit.component != kBothComponents && unit.component != int{up}) ranks = 0;
-      column = item.block * (kWeightRows / 2) + (row_ & 7);
+      column = item.block * (Tile::kWeightRows / 2) + (row_ & 7);
       column_step = 8;
       b_row = column + (up ? p_.out_columns : 0);
     }
@@ -242,7 +251,7 @@ class Producer {
                       first_rank * 2;
     const int64_t src_step = column_step * p_.b_row_bytes;
 #pragma unroll
-    for (int i = 0; i < kWeightRows / 16; ++i) {
+    for (int i = 0; i < Tile::kWeightRows / 16; ++i) {
       ptx::cp_async_16(dst + i * 16 * kRowBytes, src, column < p_.out_columns ? 2 * ranks : 0);
       column += column_step;
       src += src_step;
@@ -268,6 +277,7 @@ class Producer {
   int32_t* const token_index_;
   const int thread_, row_, chunk_;
   RingPosition<Tile::kStages> at_{1};
+  int32_t ready_tile_ = -1;  // down: a tile whose rows of z are there
 };
 
 }  // namespace moelora::fused_prefill

@@ -61,11 +61,15 @@ __device__ __forceinline__ void cp_async_line_16(uint32_t dst, const void* src) 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src)
                : "memory");
 }
-// Loads that stay where they are written: they are made one item before their use, and the compiler
-// must not sink them to it.
+// Waits until a counter that other blocks add to has come to `count`.
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+  while (ptx::load_acquire(counter) < count) __nanosleep(64);
+}
+// Loads from L2 that stay where they are written: they are made one item before their use, and the
+// compiler must not sink them to it.
 __device__ __forceinline__ int4 load_pinned_16(const void* src) {
   int4 v;
-  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(src)
                : "memory");
@@ -73,7 +77,7 @@ __device__ __forceinline__ int4 load_pinned_16(const void* src) {
 }
 __device__ __forceinline__ int32_t load_pinned_4(const int32_t* src) {
   int32_t v;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(src) : "memory");
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(src) : "memory");
   return v;
 }
 
@@ -90,6 +94,35 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t r0,
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(r0), "r"(r1), "r"(r2), "r"(r3)
       : "memory");
+}
+
+// This block's place in its cluster, and the cluster's blocks.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+// A barrier of all threads of the cluster, over memory too.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+// The word at this block's shared address `address`, in the block of rank `rank`.
+__device__ __forceinline__ float load_of_rank(uint32_t address, uint32_t rank) {
+  float value;
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n}"
+      : "=f"(value)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return value;
 }
 
 // Registers of this warpgroup's threads from here on.

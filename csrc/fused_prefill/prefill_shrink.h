@@ -16,6 +16,9 @@ struct PrefillShrinkParams {
   const int32_t* num_tiles;
   int64_t max_tiles;
   int32_t max_tokens;  // of a tile
+  // [tiles] of z as x: a tile is read when its counter has come to z_parts. Null for hidden_states.
+  const uint32_t* z_ready;
+  uint32_t z_parts;
   const int32_t* row_token;
   const int32_t* row_slot;
   int64_t num_tokens;

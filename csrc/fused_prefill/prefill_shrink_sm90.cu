@@ -9,8 +9,7 @@ namespace moelora::fused_prefill {
 namespace {
 
 constexpr int kRowBytes = 128;  // 64 columns of K a stage
-// Below this many blocks (an H200 has 132 SMs), smaller ones are worth their rereads of A.
-constexpr int64_t kMinBlocks = 96;
+constexpr int64_t kSms = 132;  // of an H200: for how many blocks a call is cut into
 
 // Rows are the M operand, 64 a warpgroup, and rows of A the N operand.
 template <int kWarpgroups, int kColumns_>
@@ -20,8 +19,9 @@ struct ShrinkTile {
   static constexpr int kColumns = kColumns_;
   static constexpr int kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
-  // Two blocks an SM where the accumulators allow it.
-  static constexpr int kBlocksPerSm = kColumns <= 128 ? 2 : 1;
+  // As many blocks an SM as accumulators and a ring of some depth allow.
+  static constexpr int kBlocksPerSm =
+      kColumns > 128 ? 1 : (kWarpgroups == 1 && kColumns <= 64 ? 4 : 2);
   static constexpr int kFit = 220 * 1024 / kBlocksPerSm / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
   // Behind the ring: each row's slot and row of x, the rows of a pass, a word a warp. (All of it
@@ -33,41 +33,72 @@ struct ShrinkTile {
   static constexpr int kRunning = kStages >= 5 ? 1 : 0;
   static constexpr int kAhead = kStages - 1 - kRunning;
   static_assert(kAhead >= 2, "enough loads in flight");
+  static_assert(kColumns / 2 * kThreads * 4 <= kListsAt, "a cluster's sums lie over the ring");
 };
+
+__device__ bool is_last_block() {
+  return blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1 && blockIdx.z == gridDim.z - 1;
+}
 
 // The rows a block works on.
 struct BlockRows {
-  int32_t expert, first, count;
+  int32_t tile, expert, first, count;
 };
 
-__device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t rows_per_block) {
+template <int kRows>
+__device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t block) {
   if (p.tiles == nullptr) {
-    const int64_t first = int64_t{blockIdx.x} * rows_per_block;
+    const int64_t first = int64_t{block} * kRows;
     const int64_t left = p.num_tokens - first;
-    return {0, static_cast<int32_t>(first),
-            static_cast<int32_t>(left < rows_per_block ? left : rows_per_block)};
+    return {0, 0, static_cast<int32_t>(first),
+            static_cast<int32_t>(left < kRows ? left : kRows)};
   }
-  const int32_t parts = (p.max_tokens + rows_per_block - 1) / rows_per_block;
-  const int32_t num_tiles = *p.num_tiles, block = static_cast<int32_t>(blockIdx.x);
-  if (block >= num_tiles * parts) return {0, 0, 0};
+  const int32_t parts = (p.max_tokens + kRows - 1) / kRows;
+  const int32_t num_tiles = __ldcg(p.num_tiles);
+  if (block >= num_tiles * parts) return {0, 0, 0, 0};
   // The first parts of all tiles come first: every tile has one, so that blocks with work are dealt
   // out to the SMs evenly.
-  const int32_t part = block / num_tiles;
-  const TokenTile tile = p.tiles[block % num_tiles];
+  const int32_t part = block / num_tiles, tile_idx = block % num_tiles;
+  const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles + tile_idx));
+  const TokenTile tile = {v.x, v.y, v.z, v.w};
   // As few even parts, in steps of 16 rows, as hold the tile.
-  const int32_t used = (tile.rows + rows_per_block - 1) / rows_per_block;
-  if (part >= used) return {0, 0, 0};
+  const int32_t used = (tile.rows + kRows - 1) / kRows;
+  if (part >= used) return {0, 0, 0, 0};
   const int32_t steps = tile.rows / kRowStep;
   const int32_t begin = steps * part / used * kRowStep, end = steps * (part + 1) / used * kRowStep;
-  return {tile.expert, tile.first_row + begin, end - begin};
+  return {tile_idx, tile.expert, tile.first_row + begin, end - begin};
 }
 
-// One block: up to kRows rows times kColumns rows of A (blockIdx.y picks them), one pass for each
-// slot that its rows use, in ascending order; a pass gathers the slot's rows only. Needs 16-byte
+// Adds up the accumulators of a cluster's blocks in the first of them, in the order of ranks.
+// `sums`: shared memory of a word for each thread and accumulator, free in every block.
+template <int kThreads, int N>
+__device__ __forceinline__ void add_over_cluster(sm90::WgmmaAccumulators<N>& acc, float* sums) {
+  const uint32_t rank = sm90::cluster_rank();
+  sums += threadIdx.x;
+  if (rank > 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) sums[i * kThreads] = acc.d[i];
+  }
+  sm90::cluster_sync();
+  if (rank == 0) {
+    const uint32_t address = ptx::shared_address(sums);
+    for (uint32_t other = 1; other < sm90::cluster_size(); ++other) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        acc.d[i] += sm90::load_of_rank(address + i * kThreads * 4, other);
+      }
+    }
+  }
+  sm90::cluster_sync();  // the others' shared memory has been read
+}
+
+// One cluster: up to kRows rows times kColumns rows of A (blockIdx.y picks them), one pass for each
+// slot that its rows use, in ascending order; a pass gathers the slot's rows only. The clusters
+// along z take turns at the passes, the blocks of a cluster share the columns of K. Needs 16-byte
 // aligned rows of x and A.
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p, int32_t rows_per_block) {
+    prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p) {
   constexpr int kColumns = Tile::kColumns, kStages = Tile::kStages, kAhead = Tile::kAhead;
   constexpr int kLoadRows = Tile::kThreads / 8;  // rows that all threads load at once
   constexpr int kRowLoads = Tile::kRows / kLoadRows;
@@ -80,30 +111,43 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const uint32_t base = ptx::shared_address(shared);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
 
+  // With z as x this runs beside the last items of gate_up. One block waits for all of it, so that
+  // who waits for this kernel has waited for gate_up too.
+  if (p.z_ready == nullptr || is_last_block()) ptx::wait_for_previous_kernel();
+  // Not before: whoever starts now reads the tile lists.
   ptx::launch_dependents();
-  ptx::wait_for_previous_kernel();
-  const BlockRows rows = rows_of_block(p, rows_per_block);
+  const int32_t rank = sm90::cluster_rank(), blocks = sm90::cluster_size();
+  const BlockRows rows =
+      rows_of_block<Tile::kRows>(p, static_cast<int32_t>(blockIdx.x) / blocks);
   if (rows.count <= 0) return;
   if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
   if (thread < Tile::kRows) {
     const int32_t row = rows.first + thread;
     int32_t slot = -1, x_row = row;
     if (thread < rows.count) {
-      if (p.row_token != nullptr) x_row = p.row_token[row];
-      slot = p.row_slot != nullptr ? p.row_slot[row] : p.slots(row);
+      if (p.row_token != nullptr) x_row = __ldcg(p.row_token + row);
+      slot = p.row_slot != nullptr ? __ldcg(p.row_slot + row) : p.slots(row);
     }
     row_slot[thread] = slot;
     row_of_x[thread] = x_row;
+  }
+  if (p.z_ready != nullptr && thread == 0) {
+    sm90::wait_for_count(p.z_ready + rows.tile, p.z_parts);
   }
   __syncthreads();
 
   const int32_t a_rows = p.components * p.rank;
   const int32_t first_column = blockIdx.y * kColumns;
-  const int32_t k_blocks = (p.in_features + 63) / 64;
+  // This block's part of K.
+  const int32_t all_k_blocks = (p.in_features + 63) / 64;
+  const int32_t first_k_block = all_k_blocks * rank / blocks;
+  const int32_t k_blocks = all_k_blocks * (rank + 1) / blocks - first_k_block;
+  const int32_t first_k = first_k_block * 64;
   const int load_row = thread >> 3, chunk = thread & 7;
   const uint32_t place = load_row * kRowBytes + ((chunk ^ (load_row & 7)) << 4);
 
-  for (int32_t slot = -1;;) {
+  int32_t slot = -1;
+  for (uint32_t pass = 0;; ++pass) {
     // The smallest slot above the last one.
     const int32_t mine = thread < Tile::kRows ? row_slot[thread] : -1;
     const int32_t least = __reduce_min_sync(~0u, mine > slot ? mine : INT32_MAX);
@@ -113,6 +157,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     for (int w = 0; w < Tile::kThreads / 32; ++w) next = min(next, warp_value[w]);
     if (next == INT32_MAX) return;
     slot = next;
+    if (pass % gridDim.z != blockIdx.z) {
+      __syncthreads();  // warp_value has been read
+      continue;
+    }
     const int32_t slot_rank = p.slots.rank(slot, p.part, p.rank);
 
     // Its rows, in order.
@@ -137,13 +185,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
     const T* a = static_cast<const T*>(p.a_ptr) + slot * p.a_slot_stride +
                  rows.expert * p.a_expert_stride + (first_column + load_row) * p.a_row_stride +
-                 chunk * 8;
+                 first_k + chunk * 8;
     const T* x[kRowLoads];
 #pragma unroll
     for (int i = 0; i < kRowLoads; ++i) {
       const int r = load_row + i * kLoadRows;
       const int64_t row = row_of_x[r < count ? listed[r] : 0];
-      x[i] = static_cast<const T*>(p.x_ptr) + row * p.x_stride + chunk * 8;
+      x[i] = static_cast<const T*>(p.x_ptr) + row * p.x_stride + first_k + chunk * 8;
     }
     // Rows of A beyond the slot's rank, and columns beyond the last, count as zeros.
     uint32_t column_wanted = 0;
@@ -156,7 +204,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       if (k_block < k_blocks) {
         const uint32_t stage = base + k_block % kStages * Tile::kStageBytes + place;
         const int32_t column = k_block * 64;
-        const int bytes = column + chunk * 8 < p.in_features ? 16 : 0;
+        const int bytes = first_k + column + chunk * 8 < p.in_features ? 16 : 0;
 #pragma unroll
         for (int i = 0; i < kRowLoads; ++i) {
           if (load_row + i * kLoadRows < count) {
@@ -202,6 +250,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
     sm90::wgmma_wait<0>();
     acc.pin();
+    if (blocks > 1) {
+      __syncthreads();  // the other warpgroup is done with the ring too
+      add_over_cluster<Tile::kThreads>(acc, reinterpret_cast<float*>(shared));
+      if (rank > 0) continue;
+    }
 
     // Scale in fp32, round once. Columns of A's only component serve gate and up.
     const int32_t v_columns = gate_up ? 2 * p.rank : p.rank;
@@ -225,8 +278,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
 }
 
+// Few rows make few blocks: then the slots that they use are shared by up to four clusters, and K
+// by the blocks of a cluster, until there are about as many blocks as run at once.
+struct ShrinkSplits {
+  unsigned slots = 1, k = 1;
+};
+
+ShrinkSplits splits_of(const PrefillShrinkParams& p, int64_t blocks, int64_t blocks_at_once) {
+  constexpr int64_t kMaxSlotSplits = 4, kMaxKSplits = 8, kMinKBlocks = 4;
+  ShrinkSplits splits;
+  const int64_t slots = p.slots.num_slots < kMaxSlotSplits ? p.slots.num_slots : kMaxSlotSplits;
+  while (splits.slots < slots && blocks * (splits.slots + 1) <= 2 * blocks_at_once) ++splits.slots;
+  const int64_t k_blocks = ceil_div(p.in_features, 64);
+  while (splits.k < kMaxKSplits && k_blocks >= 2 * splits.k * kMinKBlocks &&
+         blocks * splits.slots * splits.k * 2 <= blocks_at_once) {
+    splits.k *= 2;
+  }
+  return splits;
+}
+
 template <class T, int kWarpgroups, int kColumns>
-void launch(const PrefillShrinkParams& p, int32_t rows_per_block, cudaStream_t stream) {
+void launch(const PrefillShrinkParams& p, cudaStream_t stream) {
   using Tile = ShrinkTile<kWarpgroups, kColumns>;
   const auto kernel = prefill_shrink_kernel<T, Tile>;
   check_cuda(
@@ -235,35 +307,37 @@ void launch(const PrefillShrinkParams& p, int32_t rows_per_block, cudaStream_t s
   LaunchConfig config;
   config.grid =
       p.tiles == nullptr
-          ? blocks_for(p.num_tokens, rows_per_block)
-          : blocks_for(p.max_tiles * ((p.max_tokens + rows_per_block - 1) / rows_per_block), 1);
+          ? blocks_for(p.num_tokens, Tile::kRows)
+          : blocks_for(p.max_tiles * ((p.max_tokens + Tile::kRows - 1) / Tile::kRows), 1);
   config.grid.y = (p.components * p.rank + kColumns - 1) / kColumns;
+  const ShrinkSplits splits =
+      splits_of(p, p.num_groups * ceil_div(p.expected_rows, Tile::kRows) * config.grid.y,
+                kSms * Tile::kBlocksPerSm);
+  config.grid.x *= splits.k;
+  config.grid.z = splits.slots;
+  config.cluster = splits.k;
   config.block = dim3(Tile::kThreads);
   config.shared_bytes = Tile::kSharedBytes;
   config.stream = stream;
   config.dependent = true;
-  launch_kernel("prefill_shrink", kernel, config, p, rows_per_block);
+  launch_kernel("prefill_shrink", kernel, config, p);
 }
 
 template <class T, int kWarpgroups>
-void launch_columns(const PrefillShrinkParams& p, int32_t rows_per_block, cudaStream_t stream) {
+void launch_columns(const PrefillShrinkParams& p, cudaStream_t stream) {
   const int32_t columns = p.components * p.rank;
-  if (columns <= 16) return launch<T, kWarpgroups, 16>(p, rows_per_block, stream);
-  if (columns <= 32) return launch<T, kWarpgroups, 32>(p, rows_per_block, stream);
-  if (columns <= 64) return launch<T, kWarpgroups, 64>(p, rows_per_block, stream);
-  if (columns <= 128) return launch<T, kWarpgroups, 128>(p, rows_per_block, stream);
-  launch<T, kWarpgroups, 256>(p, rows_per_block, stream);
+  if (columns <= 16) return launch<T, kWarpgroups, 16>(p, stream);
+  if (columns <= 32) return launch<T, kWarpgroups, 32>(p, stream);
+  if (columns <= 64) return launch<T, kWarpgroups, 64>(p, stream);
+  if (columns <= 128) return launch<T, kWarpgroups, 128>(p, stream);
+  launch<T, kWarpgroups, 256>(p, stream);
 }
 
-// The largest blocks of rows that a group's rows fill and that make enough blocks: rows of A are
-// read once a block.
+// The taller blocks where a group's rows fill them: rows of A are read once a block.
 template <class T>
 void launch_rows(const PrefillShrinkParams& p, cudaStream_t stream) {
-  const auto enough_blocks = [&](int64_t rows) {
-    return p.num_groups * ceil_div(p.expected_rows, rows) >= kMinBlocks;
-  };
-  if (p.expected_rows > 64 && enough_blocks(128)) return launch_columns<T, 2>(p, 128, stream);
-  launch_columns<T, 1>(p, enough_blocks(64) ? 64 : 32, stream);
+  if (p.expected_rows > 64) return launch_columns<T, 2>(p, stream);
+  launch_columns<T, 1>(p, stream);
 }
 
 }  // namespace

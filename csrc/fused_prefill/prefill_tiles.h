@@ -24,6 +24,7 @@ struct PrefillTilesParams {
   TokenTile *gate_up_tiles, *down_tiles;  // [max_tiles]; they differ in `units` only
   int32_t* num_tiles;                     // [1]
   int32_t* next_items;                    // [2] counters of the two GEMMs: set to 0
+  uint32_t* z_ready;                      // [max_tiles] counters of stored parts of z: set to 0
   LoraUnit *gate_up_units, *down_units;   // [max_tiles, capacity]
   int32_t* row_token;                     // [P_max] token behind a row; 0 for padding
   int32_t* row_slot;                      // [P_max] its slot or -1; null without adapters

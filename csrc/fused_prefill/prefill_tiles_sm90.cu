@@ -161,6 +161,7 @@ __global__ void __launch_bounds__(kTilesThreads) prefill_tiles_kernel(const Pref
     down_count = list_units(down_units, down, kBothComponents, kBothComponents);
   }
   if (i == 0) {
+    p.z_ready[tile_idx] = 0;
     p.gate_up_tiles[tile_idx] = {choice.expert, choice.first_row, choice.rows, gate_up_count};
     p.down_tiles[tile_idx] = {choice.expert, choice.first_row, choice.rows, down_count};
   }

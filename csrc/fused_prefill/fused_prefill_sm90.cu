@@ -140,6 +140,7 @@ class PrefillChunk {
   PrefillGemmParams gemm_params(const LoraSide& side, int64_t v_columns) const {
     PrefillGemmParams params = {};
     params.num_tiles = at<int32_t>(plan_.num_tiles);
+    params.max_tiles = sizes_.max_tiles;
     params.z_ready = at<uint32_t>(plan_.z_ready);
     params.z_parts = z_parts();
     const int64_t element = dtype_bytes(layer_.dtype);

@@ -6,15 +6,15 @@
 
 namespace moelora::fused_prefill {
 
-// Persistent: any grid size is right, one block an SM is meant. Blocks take items by ticket; an
-// item is 128 weight rows times one token tile, and weights are the M operand, so that tokens are
-// padded to 16 only.
+// Persistent: any grid size up to the items that the tile list has room for is right, one block an
+// SM is meant. Blocks take items by ticket; an item is a block of weight rows times one token tile,
+// and weights are the M operand, so that tokens are padded to 16 only.
 //   gate_up: z[row, :] = act(W13[e] x[row_token[row]] + b + B v[row]) for every row of the tile
-//   list down:    y[row, :] = W2[e] z[row] + b + B v[row]
+//   down:    y[row, :] = W2[e] z[row] + b + B v[row]
 // down starts while gate_up's last items run, on SMs that have none left: its tiles wait for their
 // own rows of z, by counters. All blocks of gate_up run by then, so that every counter gets there.
 // One warpgroup fills the ring, two multiply. Needs: dynamic shared memory of Tile::kSharedBytes,
-// x, B and v rows on 16-byte boundaries, and the tile list of build_tiles.
+// x, B and v rows on 16-byte boundaries, and the tile list of prefill_tiles_kernel.
 template <class T, int kConfigIndex, bool kGateUp>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     prefill_gemm_kernel(const __grid_constant__ PrefillGemmMaps maps,

@@ -1,7 +1,9 @@
 // Launches one instantiation of the prefill GEMM on every SM.
 #pragma once
 
-#include "../common/launch.h"
+#include <algorithm>
+
+#include "../common/grid.h"
 #include "prefill_gemm.cuh"
 #include "prefill_gemm.h"
 
@@ -22,7 +24,8 @@ void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, v
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "prefill_gemm");
   LaunchConfig config;
-  config.grid = dim3(multiprocessor_count());
+  const int64_t most_items = params.max_tiles * params.weight_blocks;
+  config.grid = blocks_for(std::min<int64_t>(multiprocessor_count(), most_items), 1);
   config.block = dim3(kGemmThreads);
   config.shared_bytes = kBytes;
   config.stream = static_cast<cudaStream_t>(stream);

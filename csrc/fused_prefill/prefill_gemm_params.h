@@ -29,6 +29,7 @@ struct PrefillGemmMaps {
 struct PrefillGemmParams {
   const TokenTile* tiles;
   const int32_t* num_tiles;
+  int64_t max_tiles;
   int32_t* next_item;     // counter, 0 at the start
   // Whether the tile lists are the work of the kernel right before this one, so that nothing can be
   // done until it ends. Else it is a shrink, and only its rank vectors are waited for.

@@ -47,7 +47,8 @@ class ItemQueue {
     if (lane == 0) ptx::mbarrier_arrive(empty(i));
     return item;
   }
-  // For threads that a barrier has told that the item is there. It stays for two more items.
+  // For threads that a barrier has told that the item is there. It stays until the item four on is
+  // published.
   __device__ __forceinline__ const GemmItem& peek(uint32_t n) const {
     return entries_[n % kEntries];
   }
@@ -60,45 +61,46 @@ class ItemQueue {
   const uint32_t barriers_;
 };
 
-// Fetches items for one thread, each step of the chain (ticket, tile record) one item ahead of the
-// next, so that no latency is waited for. Items in order: all weight blocks of a token tile before
-// the next tile, so that a tile's rows and an expert's weights are in L2 while several blocks want
-// them. A block's first item is its own index; the counter starts at 0.
+// Fetches items for one thread: each step of the chain (ticket, tile record) is asked for one item
+// ahead of the next, so that no latency is waited for. Items in order: all weight blocks of a token
+// tile before the next tile, so that a tile's rows and an expert's weights are in L2 while several
+// blocks want them. A block's first item is its own index (the grid is not larger than the tiles
+// there can be); the counter starts at 0.
 class ItemFetcher {
  public:
   __device__ __forceinline__ explicit ItemFetcher(const PrefillGemmParams& params) : p_(params) {}
 
   __device__ __forceinline__ void start() {
-    num_items_ = sm90::load_pinned_4(p_.num_tiles) * p_.weight_blocks;
-    item_ = blockIdx.x;
-    next_item_ = take_ticket();
+    item_ = static_cast<int32_t>(blockIdx.x);
     fetch_tile();
+    const int32_t num_tiles = sm90::load_pinned_4(p_.num_tiles);
+    ticket_ = sm90::take_pinned(p_.next_item);
+    num_items_ = num_tiles * p_.weight_blocks;
   }
-  // The item whose tile record the last call has fetched; fetches the one after it.
-  __device__ __forceinline__ GemmItem next() {
-    const GemmItem item = {tile_, tile_idx_, block_, {0, 0}};
-    item_ = next_item_;
-    next_item_ = take_ticket();
+
+  __device__ __forceinline__ GemmItem item() const {
+    return {{tile_.x, tile_.y, item_ < num_items_ ? tile_.z : 0, tile_.w}, tile_idx_, block_, {}};
+  }
+  // Asks for the next item, after item() has been used: what is loaded takes its place.
+  __device__ __forceinline__ void advance() {
+    item_ = static_cast<int32_t>(gridDim.x) + ticket_;
+    ticket_ = sm90::take_pinned(p_.next_item);
     fetch_tile();
-    return item;
   }
 
  private:
-  __device__ __forceinline__ int32_t take_ticket() const {
-    return static_cast<int32_t>(gridDim.x) + atomicAdd(p_.next_item, 1);
-  }
+  // Beyond the last item: that one's tile.
   __device__ __forceinline__ void fetch_tile() {
-    tile_ = {0, 0, 0, 0};
-    if (item_ >= num_items_) return;
-    tile_idx_ = item_ / p_.weight_blocks;
-    block_ = item_ - tile_idx_ * p_.weight_blocks;
-    const int4 v = sm90::load_pinned_16(p_.tiles + tile_idx_);
-    tile_ = {v.x, v.y, v.z, v.w};
+    const int32_t at = item_ < num_items_ ? item_ : num_items_ - 1;
+    tile_idx_ = at / p_.weight_blocks;
+    block_ = at - tile_idx_ * p_.weight_blocks;
+    tile_ = sm90::load_pinned_16(p_.tiles + tile_idx_);
   }
 
   const PrefillGemmParams& p_;
-  int32_t num_items_ = 0, item_ = 0, next_item_ = 0;
-  TokenTile tile_ = {};
+  int32_t num_items_ = INT32_MAX;  // until it is known
+  int32_t item_ = 0, ticket_ = 0;
+  int4 tile_ = {};
   int32_t tile_idx_ = 0, block_ = 0;
 };
 

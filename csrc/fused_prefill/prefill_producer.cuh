@@ -44,26 +44,27 @@ class Producer {
         row_(thread >> 3),
         chunk_(thread & 7) {}
 
-  // The next item is fetched by thread 0 while an item runs, and its rows' tokens by all threads
-  // once it is known: neither's latency is ever waited for.
+  // While an item runs, one thread fetches the item after the next, and all fetch the tokens of the
+  // next one's rows: neither's latency is ever waited for.
   __device__ __forceinline__ void run() {
     ItemFetcher fetcher(p_);
-    if (thread_ == 0) {
+    if (thread_ == kFetcher) {
       fetcher.start();
-      queue_.publish(0, fetcher.next());
+      publish(0, fetcher);
     }
     sync();
     int32_t tokens[kTokensPerThread];
     fetch_tokens(queue_.peek(0).tile, tokens);
+    if (thread_ == kFetcher) publish(1, fetcher);
     for (uint32_t n = 0;; ++n) {
       const GemmItem item = queue_.peek(n);
       if (item.tile.rows == 0) break;
       int32_t* index = token_index_ + n % 2 * Tile::kMaxTokens;
       store_tokens(tokens, index);
-      if (thread_ == 0) queue_.publish(n + 1, fetcher.next());
       sync();
       fetch_tokens(queue_.peek(n + 1).tile, tokens);
       const LoraUnit first_unit = fetch_unit(item, chunk_ >> 1);
+      if (thread_ == kFetcher) publish(n + 2, fetcher);
       if constexpr (kGateUp) {
         gather_blocks(item, index);
       } else if (thread_ == 0) {
@@ -82,12 +83,22 @@ class Producer {
   }
 
  private:
+  // Not the thread that loads a tile of down, because it waits for what that one is about to read.
+  static constexpr int kFetcher = 32;
   static constexpr int kTokensPerThread =
       kGateUp ? (Tile::kMaxTokens + kGroupThreads - 1) / kGroupThreads : 1;
 
   __device__ __forceinline__ void sync() const {
     __syncwarp();
     ptx::named_barrier(kProducerBarrier, kGroupThreads);
+  }
+  __device__ __forceinline__ void publish(uint32_t n, ItemFetcher& fetcher) const {
+    const GemmItem item = fetcher.item();
+    if (!kGateUp && item.tile.rows > 0) {
+      sm90::wait_for_count(p_.z_ready + item.tile_idx, p_.z_parts);
+    }
+    queue_.publish(n, item);
+    fetcher.advance();
   }
   __device__ __forceinline__ uint32_t full() const { return base_ + Tile::kFullAt + 8 * at_.stage; }
   __device__ __forceinline__ uint32_t weights() const {
@@ -182,7 +193,7 @@ class Producer {
   // down: weights and rows of z by TMA, all by thread 0, whose arrivals stand for the others'.
   __device__ __forceinline__ void load_blocks(const GemmItem& item) {
     const TokenTile& tile = item.tile;
-    wait_for_z(item.tile_idx);
+    ptx::fence_proxy_async_global();  // z was waited for by loads, and is read by TMA
     for (int k_block = 0; k_block < p_.k_blocks; ++k_block) {
       wait_empty();
       sm90::mbarrier_arrive_many(full(), kGroupThreads);
@@ -200,13 +211,6 @@ class Producer {
       }
       at_.advance();
     }
-  }
-
-  __device__ __forceinline__ void wait_for_z(int32_t tile_idx) {
-    if (tile_idx == ready_tile_) return;
-    sm90::wait_for_count(p_.z_ready + tile_idx, p_.z_parts);
-    ptx::fence_proxy_async_global();
-    ready_tile_ = tile_idx;
   }
 
   // Adapter stages: four units of 16 ranks each, rows of B where the weights lie, rank vectors
@@ -277,7 +281,6 @@ class Producer {
   int32_t* const token_index_;
   const int thread_, row_, chunk_;
   RingPosition<Tile::kStages> at_{1};
-  int32_t ready_tile_ = -1;  // down: a tile whose rows of z are there
 };
 
 }  // namespace moelora::fused_prefill

@@ -81,6 +81,14 @@ __device__ __forceinline__ int32_t load_pinned_4(const int32_t* src) {
   return v;
 }
 
+// Adds one and returns the count before, likewise pinned. (Not an add: of that the compiler makes
+// one add a warp, with a shuffle that waits for it at once.)
+__device__ __forceinline__ int32_t take_pinned(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 // Eight-by-eight fragments stored transposed: row i of a matrix in memory is column i of the
 // fragment. Lanes 8 m .. 8 m + 7 give the row addresses of matrix m.
 __device__ __forceinline__ void stmatrix_x2_trans(uint32_t address, uint32_t r0, uint32_t r1) {
@@ -113,13 +121,13 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
           : "memory");
 }
-// The word at this block's shared address `address`, in the block of rank `rank`.
-__device__ __forceinline__ float load_of_rank(uint32_t address, uint32_t rank) {
-  float value;
+// The two words at this block's shared address `address`, in the block of rank `rank`.
+__device__ __forceinline__ float2 load_of_rank(uint32_t address, uint32_t rank) {
+  float2 value;
   asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [remote];\n}"
-      : "=f"(value)
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %2, %3;\n"
+      "ld.shared::cluster.v2.f32 {%0, %1}, [remote];\n}"
+      : "=f"(value.x), "=f"(value.y)
       : "r"(address), "r"(rank)
       : "memory");
   return value;

@@ -33,77 +33,49 @@ struct ShrinkTile {
   static constexpr int kRunning = kStages >= 5 ? 1 : 0;
   static constexpr int kAhead = kStages - 1 - kRunning;
   static_assert(kAhead >= 2, "enough loads in flight");
-  static_assert(kColumns / 2 * kThreads * 4 <= kListsAt, "a cluster's sums lie over the ring");
+  // fp32 sums [rows][columns] lie over the ring; the pad keeps a warp's stores in banks of their own.
+  static constexpr int kSumPitch = kColumns + 8;
+  static_assert(kRows * kSumPitch * 4 <= kListsAt, "the sums fit");
 };
 
 __device__ bool is_last_block() {
   return blockIdx.x == gridDim.x - 1 && blockIdx.y == gridDim.y - 1 && blockIdx.z == gridDim.z - 1;
 }
 
-// The rows a block works on.
-struct BlockRows {
+// What a cluster works on at a time: at most kRows rows of one expert.
+struct RowPart {
   int32_t tile, expert, first, count;
 };
 
+// Part `index` of them all; count is 0 where the tile has fewer. The first parts of all tiles come
+// first: every tile has one, so that blocks with work are dealt out to the SMs evenly.
 template <int kRows>
-__device__ BlockRows rows_of_block(const PrefillShrinkParams& p, int32_t block) {
+__device__ RowPart row_part(const PrefillShrinkParams& p, int32_t num_tiles, int32_t index) {
   if (p.tiles == nullptr) {
-    const int64_t first = int64_t{block} * kRows;
-    const int64_t left = p.num_tokens - first;
-    return {0, 0, static_cast<int32_t>(first),
-            static_cast<int32_t>(left < kRows ? left : kRows)};
+    const int64_t first = int64_t{index} * kRows, left = p.num_tokens - first;
+    return {0, 0, static_cast<int32_t>(first), static_cast<int32_t>(left < kRows ? left : kRows)};
   }
-  const int32_t parts = (p.max_tokens + kRows - 1) / kRows;
-  const int32_t num_tiles = __ldcg(p.num_tiles);
-  if (block >= num_tiles * parts) return {0, 0, 0, 0};
-  // The first parts of all tiles come first: every tile has one, so that blocks with work are dealt
-  // out to the SMs evenly.
-  const int32_t part = block / num_tiles, tile_idx = block % num_tiles;
+  const int32_t part = index / num_tiles, tile_idx = index % num_tiles;
   const int4 v = __ldcg(reinterpret_cast<const int4*>(p.tiles + tile_idx));
   const TokenTile tile = {v.x, v.y, v.z, v.w};
   // As few even parts, in steps of 16 rows, as hold the tile.
   const int32_t used = (tile.rows + kRows - 1) / kRows;
-  if (part >= used) return {0, 0, 0, 0};
+  if (part >= used) return {};
   const int32_t steps = tile.rows / kRowStep;
   const int32_t begin = steps * part / used * kRowStep, end = steps * (part + 1) / used * kRowStep;
   return {tile_idx, tile.expert, tile.first_row + begin, end - begin};
 }
 
-// Adds up the accumulators of a cluster's blocks in the first of them, in the order of ranks.
-// `sums`: shared memory of a word for each thread and accumulator, free in every block.
-template <int kThreads, int N>
-__device__ __forceinline__ void add_over_cluster(sm90::WgmmaAccumulators<N>& acc, float* sums) {
-  const uint32_t rank = sm90::cluster_rank();
-  sums += threadIdx.x;
-  if (rank > 0) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) sums[i * kThreads] = acc.d[i];
-  }
-  sm90::cluster_sync();
-  if (rank == 0) {
-    const uint32_t address = ptx::shared_address(sums);
-    for (uint32_t other = 1; other < sm90::cluster_size(); ++other) {
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        acc.d[i] += sm90::load_of_rank(address + i * kThreads * 4, other);
-      }
-    }
-  }
-  sm90::cluster_sync();  // the others' shared memory has been read
-}
-
-// One cluster: up to kRows rows times kColumns rows of A (blockIdx.y picks them), one pass for each
-// slot that its rows use, in ascending order; a pass gathers the slot's rows only. The clusters
-// along z take turns at the passes, the blocks of a cluster share the columns of K. Needs 16-byte
-// aligned rows of x and A.
+// A part's rows times kColumns rows of A (blockIdx.y picks them), one pass for each slot that the
+// rows use, in ascending order; a pass gathers the slot's rows only. Blocks along z take turns at
+// the passes, the blocks of a cluster share the columns of K.
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p) {
+__device__ __forceinline__ void shrink_part(const PrefillShrinkParams& p, const RowPart& rows,
+                                            uint8_t* shared) {
   constexpr int kColumns = Tile::kColumns, kStages = Tile::kStages, kAhead = Tile::kAhead;
   constexpr int kLoadRows = Tile::kThreads / 8;  // rows that all threads load at once
   constexpr int kRowLoads = Tile::kRows / kLoadRows;
   constexpr int kColumnLoads = (kColumns + kLoadRows - 1) / kLoadRows;
-  extern __shared__ __align__(1024) uint8_t shared[];
   int32_t* row_slot = reinterpret_cast<int32_t*>(shared + Tile::kListsAt);
   int32_t* row_of_x = row_slot + Tile::kRows;
   int32_t* listed = row_of_x + Tile::kRows;
@@ -111,16 +83,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   const uint32_t base = ptx::shared_address(shared);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
 
-  // With z as x this runs beside the last items of gate_up. One block waits for all of it, so that
-  // who waits for this kernel has waited for gate_up too.
-  if (p.z_ready == nullptr || is_last_block()) ptx::wait_for_previous_kernel();
-  // Not before: whoever starts now reads the tile lists.
-  ptx::launch_dependents();
-  const int32_t rank = sm90::cluster_rank(), blocks = sm90::cluster_size();
-  const BlockRows rows =
-      rows_of_block<Tile::kRows>(p, static_cast<int32_t>(blockIdx.x) / blocks);
-  if (rows.count <= 0) return;
-  if ((base & 1023) != 0) __trap();  // the swizzle counts from 1024-byte lines
   if (thread < Tile::kRows) {
     const int32_t row = rows.first + thread;
     int32_t slot = -1, x_row = row;
@@ -138,7 +100,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   const int32_t a_rows = p.components * p.rank;
   const int32_t first_column = blockIdx.y * kColumns;
-  // This block's part of K.
+  // This block's share of K.
+  const int32_t rank = sm90::cluster_rank(), blocks = sm90::cluster_size();
   const int32_t all_k_blocks = (p.in_features + 63) / 64;
   const int32_t first_k_block = all_k_blocks * rank / blocks;
   const int32_t k_blocks = all_k_blocks * (rank + 1) / blocks - first_k_block;
@@ -250,31 +213,67 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
     sm90::wgmma_wait<0>();
     acc.pin();
-    if (blocks > 1) {
-      __syncthreads();  // the other warpgroup is done with the ring too
-      add_over_cluster<Tile::kThreads>(acc, reinterpret_cast<float*>(shared));
-      if (rank > 0) continue;
-    }
 
-    // Scale in fp32, round once. Columns of A's only component serve gate and up.
-    const int32_t v_columns = gate_up ? 2 * p.rank : p.rank;
+    // The blocks' sums are added up in the order of ranks, each block for every blocks-th row.
+    __syncthreads();  // the ring is free
+    float* sums = reinterpret_cast<float*>(shared);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = group * 64 + (warp & 3) * 16 + (lane >> 2) + 8 * half;
-      if (r >= count) continue;
-      T* v = static_cast<T*>(p.v_ptr) + (int64_t{rows.first} + listed[r]) * v_columns;
+      float* row = sums + r * Tile::kSumPitch + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
-        const int32_t column = first_column + 8 * j + 2 * (lane & 3);
-        if (column >= a_rows) continue;
-#pragma unroll 1
-        for (int32_t to = column; to < v_columns; to += a_rows) {
-          const float factor = to < p.rank ? scale : up_scale;
-          *reinterpret_cast<uint32_t*>(v + to) =
-              ptx::pack2<T>(acc.d[4 * j + 2 * half] * factor, acc.d[4 * j + 2 * half + 1] * factor);
-        }
+        *reinterpret_cast<float2*>(row + 8 * j) =
+            make_float2(acc.d[4 * j + 2 * half], acc.d[4 * j + 2 * half + 1]);
       }
     }
+    sm90::cluster_sync();
+    // Scale in fp32, round once. Columns of A's only component serve gate and up.
+    const int32_t v_columns = gate_up ? 2 * p.rank : p.rank;
+    for (int i = thread; i < Tile::kRows * (kColumns / 2); i += Tile::kThreads) {
+      const int r = i / (kColumns / 2) * blocks + rank, column_here = i % (kColumns / 2) * 2;
+      const int32_t column = first_column + column_here;
+      if (r >= count || column >= a_rows) continue;
+      const uint32_t at = base + 4 * (r * Tile::kSumPitch + column_here);
+      float2 sum = make_float2(0.0f, 0.0f);
+      for (int block = 0; block < blocks; ++block) {
+        const float2 part = sm90::load_of_rank(at, block);
+        sum.x += part.x;
+        sum.y += part.y;
+      }
+      T* v = static_cast<T*>(p.v_ptr) + (int64_t{rows.first} + listed[r]) * v_columns;
+      for (int32_t to = column; to < v_columns; to += a_rows) {
+        const float factor = to < p.rank ? scale : up_scale;
+        *reinterpret_cast<uint32_t*>(v + to) = ptx::pack2<T>(sum.x * factor, sum.y * factor);
+      }
+    }
+    sm90::cluster_sync();  // every block's sums have been read
+  }
+}
+
+// Clusters along x take parts in turn; any number of them is right. Needs 16-byte aligned rows of x
+// and A.
+template <class T, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    prefill_shrink_kernel(const __grid_constant__ PrefillShrinkParams p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  // The swizzle counts from 1024-byte lines.
+  if ((ptx::shared_address(shared) & 1023) != 0) __trap();
+  // With z as x this runs beside the last items of gate_up. One block waits for all of it, so that
+  // who waits for this kernel has waited for gate_up too.
+  if (p.z_ready == nullptr || is_last_block()) ptx::wait_for_previous_kernel();
+  // Not before: whoever starts now reads the tile lists.
+  ptx::launch_dependents();
+  const int32_t num_tiles = p.tiles != nullptr ? __ldcg(p.num_tiles) : 0;
+  const int32_t parts =
+      p.tiles != nullptr ? num_tiles * ((p.max_tokens + Tile::kRows - 1) / Tile::kRows)
+                         : static_cast<int32_t>(ceil_div(p.num_tokens, Tile::kRows));
+  const int32_t blocks = sm90::cluster_size(), clusters = gridDim.x / blocks;
+  for (int32_t i = blockIdx.x / blocks; i < parts; i += clusters) {
+    const RowPart rows = row_part<Tile::kRows>(p, num_tiles, i);
+    if (rows.count <= 0) continue;
+    shrink_part<T, Tile>(p, rows, shared);
+    __syncthreads();  // its lists have been read
   }
 }
 
@@ -305,15 +304,11 @@ void launch(const PrefillShrinkParams& p, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tile::kSharedBytes),
       "prefill_shrink");
   LaunchConfig config;
-  config.grid =
-      p.tiles == nullptr
-          ? blocks_for(p.num_tokens, Tile::kRows)
-          : blocks_for(p.max_tiles * ((p.max_tokens + Tile::kRows - 1) / Tile::kRows), 1);
+  // The parts of even groups.
+  const int64_t parts = p.num_groups * ceil_div(p.expected_rows, Tile::kRows);
   config.grid.y = (p.components * p.rank + kColumns - 1) / kColumns;
-  const ShrinkSplits splits =
-      splits_of(p, p.num_groups * ceil_div(p.expected_rows, Tile::kRows) * config.grid.y,
-                kSms * Tile::kBlocksPerSm);
-  config.grid.x *= splits.k;
+  const ShrinkSplits splits = splits_of(p, parts * config.grid.y, kSms * Tile::kBlocksPerSm);
+  config.grid.x = blocks_for(parts * splits.k, 1).x;
   config.grid.z = splits.slots;
   config.cluster = splits.k;
   config.block = dim3(Tile::kThreads);

@@ -87,6 +87,10 @@ __device__ __forceinline__ void cp_async_wait_group() {
 __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// Has L2 fetch the line of `address`.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 // 16 bytes from L2, never from this SM's L1.
 __device__ __forceinline__ uint4 load_cg_16(const void* src) {
   uint4 v;
@@ -103,6 +107,11 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* ptr) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");
   return v;
+}
+// What this thread has seen or stored before comes before its later adds for whoever acquires them.
+__device__ __forceinline__ void fence_release() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void add_relaxed(uint32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 // Adds one; what this thread has seen or stored before comes before it for whoever acquires it.
 __device__ __forceinline__ void add_release(uint32_t* counter) {

@@ -24,14 +24,29 @@ struct IdMatrix {
   // Id of the expanded index `pair` = t*K + k. Ids that int32 cannot hold come back as -1: they
   // name no expert.
   MOELORA_HOST_DEVICE int32_t operator()(int64_t pair) const {
-    const int64_t at = (pair / num_cols) * row_stride + (pair % num_cols) * col_stride;
+    return id_of(load((pair / num_cols) * row_stride + (pair % num_cols) * col_stride));
+  }
+  // The same in two steps, so that a kernel can ask for other memory before it waits for this.
+  struct Element {
+    int64_t wide;  // of kInt64
+    int32_t word;  // of the others
+  };
+  MOELORA_HOST_DEVICE Element load(int64_t at) const {
+    Element element = {};
     if (kind == Kind::kInt64) {
-      const int64_t id = static_cast<const int64_t*>(ptr)[at];
+      element.wide = static_cast<const int64_t*>(ptr)[at];
+    } else {
+      element.word = static_cast<const int32_t*>(ptr)[at];
+    }
+    return element;
+  }
+  MOELORA_HOST_DEVICE int32_t id_of(const Element& element) const {
+    if (kind == Kind::kInt64) {
+      const int64_t id = element.wide;
       return id < 0 || id > INT32_MAX ? -1 : static_cast<int32_t>(id);
     }
-    const int32_t word = static_cast<const int32_t*>(ptr)[at];
     // Arithmetic shift: -1 survives, and the weight's sign bit stays in the low half.
-    return kind == Kind::kPacked ? word >> 16 : word;
+    return kind == Kind::kPacked ? element.word >> 16 : element.word;
   }
 };
 

@@ -170,6 +170,35 @@ struct Workspace {
   int32_t num_counters, max_items, max_segments;
 };
 
+// What a launch adds to the caller's parameters.
+struct KernelParams {
+  FusedDecodeParams p;
+  SharedLayout shared;
+  uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready, *row_blocks_done;
+  // Where tiles are direct, y is fp32 sums by piece and gate_up_v fp32 sums by part.
+  void *z, *y, *gate_up_v, *down_v;
+  float* down_parts;                  // direct: the sums that down_v is made of
+  int gate_up_rank, down_rank;        // R1 and R2, 0 where the adapters have no such part
+  int gate_up_v_ranks, down_v_ranks;  // rounded up to 16: columns of a rank vector
+  int items_per_piece;                // of direct tiles, at least
+  int w13_expert_blocks;              // of the folded tensor map, 0: 64 columns a copy
+  bool w2_folded;
+  int gate_up_b_slot_step;  // matrices between slots in the tensor map of gate_up B
+  uint32_t token_scale;     // token_scale_of(top_k)
+
+  MOELORA_HOST_DEVICE bool has_lora() const { return gate_up_rank + down_rank > 0; }
+  MOELORA_HOST_DEVICE int num_pairs() const { return static_cast<int>(p.num_tokens) * p.top_k; }
+  // pair / top_k, without the division's thirty instructions.
+  MOELORA_HOST_DEVICE int token_of(int pair) const {
+    return static_cast<int>(static_cast<uint32_t>(pair) * token_scale >> 20);
+  }
+};
+// pair * token_scale >> 20 is pair / top_k where pair * (top_k - 1) < 2^20.
+constexpr uint32_t token_scale_of(int top_k) {
+  return (1u << 20) / static_cast<uint32_t>(top_k) + 1;
+}
+static_assert(kMaxPairs * kMaxTopK <= 1 << 20, "token_of() is exact");
+
 // Counters: next ticket; then by item: gate_up tiles done; by segment: gate_up shrink tiles done;
 // by segment: down shrink tiles done; by row block: direct tiles done.
 constexpr int kTicketCounter = 0, kItemCounters = 1;

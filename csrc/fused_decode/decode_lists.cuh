@@ -29,25 +29,67 @@ __device__ __forceinline__ uint32_t slot_of(uint32_t entry) { return entry >> 16
 // Element (row, column) of an id or weight matrix. By its expanded index it would cost a 64-bit
 // division.
 template <class Matrix>
+__device__ __forceinline__ int64_t element_index(const Matrix& matrix, int row, int column) {
+  return row * matrix.row_stride + column * matrix.col_stride;
+}
+template <class Matrix>
 __device__ __forceinline__ auto matrix_element(Matrix matrix, int row, int column) {
-  const int64_t at = row * matrix.row_stride + column * matrix.col_stride;
+  const int64_t at = element_index(matrix, row, column);
   matrix.num_cols = 1;
   matrix.row_stride = 1;
   return matrix(at);
 }
 // Local expert of an id, or a value that is not below num_local_experts: ids below the offset and
 // negative ones wrap to large values.
+__device__ __forceinline__ uint32_t local_expert(const FusedDecodeParams& p, int id) {
+  return static_cast<uint32_t>(id) - static_cast<uint32_t>(p.expert_offset);
+}
 __device__ __forceinline__ uint32_t local_expert(const FusedDecodeParams& p, int row, int column) {
-  return static_cast<uint32_t>(matrix_element(p.ids, row, column)) -
-         static_cast<uint32_t>(p.expert_offset);
+  return local_expert(p, matrix_element(p.ids, row, column));
 }
 
 // Rank rows that one shrink tile covers, and the tiles of a rank.
 __device__ __forceinline__ int shrink_ranks(const FusedDecodeParams& p, bool gate_up) {
-  return gate_up ? kShrinkRows / p.gate_up_a_components : kShrinkRows;
+  return gate_up && p.gate_up_a_components == 2 ? kShrinkRows / 2 : kShrinkRows;
 }
 __device__ __forceinline__ int shrink_tiles(const FusedDecodeParams& p, int rank, bool gate_up) {
-  return (rank + shrink_ranks(p, gate_up) - 1) / shrink_ranks(p, gate_up);
+  const int half_tiles = (rank + kShrinkRows / 2 - 1) / (kShrinkRows / 2);
+  return shrink_ranks(p, gate_up) == kShrinkRows ? (half_tiles + 1) / 2 : half_tiles;
+}
+
+// What the kernel needs to know of a token's adapter.
+struct TokenAdapter {
+  uint32_t slot;  // kNoSlot: none, or one without ranks
+  int gate_up_rank, down_rank;
+};
+__device__ __forceinline__ TokenAdapter token_adapter(const KernelParams& k, int token) {
+  const int slot = k.p.slots(token);
+  if (slot < 0) return {kNoSlot, 0, 0};
+  const int gate_up = k.p.slots.rank(slot, LoraPart::kGateUp, k.gate_up_rank);
+  const int down = k.p.slots.rank(slot, LoraPart::kDown, k.down_rank);
+  return {gate_up + down > 0 ? static_cast<uint32_t>(slot) : kNoSlot, gate_up, down};
+}
+
+// Brings into L2 what the lists are made from, of the first pairs and tokens. It may still be on
+// its way there from the kernels before; the trip to memory and the translation of the addresses
+// are over all the same.
+__device__ __forceinline__ void prefetch_list_inputs(const KernelParams& k, bool weights, int tid) {
+  const FusedDecodeParams& p = k.p;
+  const auto prefetch = [](const void* base, int64_t at, int bytes) {
+    ptx::prefetch_l2(static_cast<const char*>(base) + at * bytes);
+  };
+  if (tid < k.num_pairs()) {
+    const int token = k.token_of(tid), column = tid - token * p.top_k;
+    prefetch(p.ids.ptr, element_index(p.ids, token, column),
+             p.ids.kind == IdMatrix::Kind::kInt64 ? 8 : 4);
+    if (weights && p.weights.kind != WeightMatrix::Kind::kOne) {
+      prefetch(p.weights.ptr, element_index(p.weights, token, column),
+               p.weights.kind == WeightMatrix::Kind::kBFloat16 ? 2 : 4);
+    }
+  }
+  if (k.has_lora() && p.slots.adapter_ids_ptr != nullptr && tid < p.num_tokens) {
+    prefetch(p.slots.adapter_ids_ptr, tid * p.slots.stride, p.slots.ids_are_int64 ? 8 : 4);
+  }
 }
 
 struct Lists {
@@ -57,240 +99,252 @@ struct Lists {
   Segment* segments;
   DirectItem* direct_items;  // [items], where down tiles are direct
 };
+// `begins` and `counts` are zeroed before.
 struct Scratch {
-  int *counts, *bases;    // [experts rounded up to 128]
+  uint32_t* begins;       // [64] a bit for each entry that begins a segment
+  uint32_t* counts;       // [experts rounded up to 128]
+  uint32_t* bases;        // [the same] pack_base() of each expert
+  int* segments_before;   // [64] segments that begin before entry 32 i
+  Segment* segments;      // [P] by the place of their first entry
   uint32_t* keys;         // [P] unsorted entries
-  uint16_t* experts;      // [P] the expert of each key
+  uint32_t* places;       // [P] pack_place(), or kNotLocal
   uint16_t* token_slots;  // [T]
   uint16_t* token_ranks;  // [T] gate_up and down rank of the token's slot, a byte each
 };
+constexpr int kPlaceWords = kMaxPairs / 32;
+__device__ __forceinline__ int scratch_experts(int experts) { return (experts + 127) / 128 * 128; }
 __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int experts) {
   Scratch s;
-  const int padded = (experts + 127) / 128 * 128;
-  s.counts = reinterpret_cast<int*>(base);
+  const int padded = scratch_experts(experts);
+  s.begins = reinterpret_cast<uint32_t*>(base);
+  s.counts = s.begins + kPlaceWords;
   s.bases = s.counts + padded;
-  s.keys = reinterpret_cast<uint32_t*>(s.bases + padded);
-  s.experts = reinterpret_cast<uint16_t*>(s.keys + pairs);
-  s.token_slots = s.experts + pairs;
+  s.segments_before = reinterpret_cast<int*>(s.bases + padded);
+  s.segments = reinterpret_cast<Segment*>(s.segments_before + kPlaceWords);
+  s.keys = reinterpret_cast<uint32_t*>(s.segments + pairs);
+  s.places = s.keys + pairs;
+  s.token_slots = reinterpret_cast<uint16_t*>(s.places + pairs);
   s.token_ranks = s.token_slots + pairs;
   return s;
 }
+// A pair's place in its expert's unsorted list.
+constexpr uint32_t kNotLocal = ~0u;
+__device__ __forceinline__ uint32_t pack_place(uint32_t place, uint32_t expert) {
+  return place << 16 | expert;
+}
+// An expert's first entry and first item, or a number of entries and of items: sums of both at
+// once.
+__device__ __forceinline__ uint32_t pack_base(uint32_t entries, uint32_t items) {
+  return items << 16 | entries;
+}
+__device__ __forceinline__ int base_entry(uint32_t base) { return static_cast<int>(base & 0xffff); }
+__device__ __forceinline__ int base_item(uint32_t base) { return static_cast<int>(base >> 16); }
 
-__device__ __forceinline__ int warp_inclusive_sum(int value, int lane) {
+// All threads of the block; a block barrier must follow.
+__device__ __forceinline__ void clear_scratch(uint8_t* scratch, int experts, int tid) {
+#pragma unroll 1
+  for (int i = tid; i < kPlaceWords + scratch_experts(experts); i += kThreads) {
+    reinterpret_cast<uint32_t*>(scratch)[i] = 0;
+  }
+}
+
+__device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value, int lane) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, value, distance);
+    const uint32_t other = __shfl_up_sync(~0u, value, distance);
     if (lane >= distance) value += other;
   }
   return value;
-}
-
-// One warp: first places of the experts' lists, and the items. Returns the number of items.
-template <int kMaxTokens>
-__device__ __forceinline__ int place_experts(const Scratch& s, uint32_t* items, int experts,
-                                             int lane) {
-  int pairs_before = 0, items_before = 0;
-  for (int first = 0; first < experts; first += 128) {
-    const int4 counts = reinterpret_cast<const int4*>(s.counts + first)[lane];
-    const int count[4] = {counts.x, counts.y, counts.z, counts.w};
-    int pairs = 0, pieces = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      pairs += count[j];
-      pieces += (count[j] + kMaxTokens - 1) / kMaxTokens;
-    }
-    const int pairs_through = warp_inclusive_sum(pairs, lane);
-    const int pieces_through = warp_inclusive_sum(pieces, lane);
-    int base = pairs_before + pairs_through - pairs;
-    int item = items_before + pieces_through - pieces;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int expert = first + lane * 4 + j;
-      s.bases[expert] = base;
-      for (int at = 0; at < count[j]; at += kMaxTokens) {
-        items[item++] = pack_item(base + at, min(kMaxTokens, count[j] - at), expert);
-      }
-      base += count[j];
-    }
-    pairs_before += __shfl_sync(~0u, pairs_through, 31);
-    items_before += __shfl_sync(~0u, pieces_through, 31);
-  }
-  return items_before;
-}
-
-// Calls visit(begin, end) for each run of equal slots of an item, runs without a slot left
-// out.
-template <class Visit>
-__device__ __forceinline__ void for_each_run(const uint32_t* entries, const Item& item,
-                                             Visit&& visit) {
-  int begin = 0;
-  uint32_t slot = slot_of(entries[item.start]);
-  if (slot == slot_of(entries[item.start + item.count - 1])) begin = item.count - 1;
-  int first = 0;
-  for (int i = begin + 1; i <= item.count; i++) {
-    const uint32_t next = i < item.count ? slot_of(entries[item.start + i]) : kNoSlot + 1;
-    if (next == slot) continue;
-    if (slot != kNoSlot) visit(first, i);
-    slot = next;
-    first = i;
-  }
 }
 
 // Numbers that all threads of a block need of the lists, in shared memory, zeroed before.
 struct ListTotals {
   int segments;
   int gate_up_rank, down_rank;  // the largest of the slots present
-  int items;
+  int entries, items;
+  int is_cut;  // an expert has more than one item
 };
 
-// Segments of all items, whose entries are sorted. `mixed`: the tokens have more than one slot.
-__device__ __forceinline__ void build_segments(const FusedDecodeParams& p, const Lists& lists,
-                                               const Scratch& s, bool mixed, int num_items,
-                                               ListTotals& totals, int tid) {
-  const auto make_segment = [&](int item, const uint32_t* entries, int begin, int end) {
-    const int ranks = s.token_ranks[pair_of(entries[begin]) / p.top_k];
-    Segment segment;
-    segment.item = static_cast<uint16_t>(item);
-    segment.slot = static_cast<uint16_t>(slot_of(entries[begin]));
-    segment.begin = static_cast<uint8_t>(begin);
-    segment.count = static_cast<uint8_t>(end - begin);
-    segment.gate_up_rank = static_cast<uint8_t>(ranks & 0xff);
-    segment.down_rank = static_cast<uint8_t>(ranks >> 8);
-    return segment;
+// One warp: the experts' bases.
+template <int kMaxTokens>
+__device__ __forceinline__ void place_experts(const Scratch& s, int experts, ListTotals& totals,
+                                              int lane) {
+  const auto size = [](uint32_t count) {
+    return pack_base(count, (count + kMaxTokens - 1) / kMaxTokens);
   };
-  if (!mixed) {
-    // One segment an item, or none at all.
-    if (s.token_slots[0] == kNoSlot) return;
-    for (int i = tid; i < num_items; i += kThreads) {
-      const Item item = unpack_item(lists.items[i]);
-      lists.segments[i] = make_segment(i, lists.entries + item.start, 0, item.count);
-      lists.first_segments[i] = static_cast<uint16_t>(i);
-    }
-    if (tid == 0) {
-      lists.first_segments[num_items] = static_cast<uint16_t>(num_items);
-      totals.segments = num_items;
-      totals.gate_up_rank = s.token_ranks[0] & 0xff;
-      totals.down_rank = s.token_ranks[0] >> 8;
-    }
-    return;
+  uint32_t before = 0, most = 0;
+#pragma unroll 1
+  for (int first = 0; first < experts; first += 128) {
+    const uint4 counts = reinterpret_cast<const uint4*>(s.counts + first)[lane];
+    const uint4 sizes = {size(counts.x), size(counts.y), size(counts.z), size(counts.w)};
+    const uint32_t sum = sizes.x + sizes.y + sizes.z + sizes.w;
+    const uint32_t through = warp_inclusive_sum(sum, lane);
+    uint4 bases;
+    bases.x = before + through - sum;
+    bases.y = bases.x + sizes.x;
+    bases.z = bases.y + sizes.y;
+    bases.w = bases.z + sizes.z;
+    reinterpret_cast<uint4*>(s.bases + first)[lane] = bases;
+    before += __shfl_sync(~0u, through, 31);
+    most = max(most, max(max(counts.x, counts.y), max(counts.z, counts.w)));
   }
-  for (int i = tid; i < num_items; i += kThreads) {
-    int runs = 0;
-    for_each_run(lists.entries, unpack_item(lists.items[i]), [&](int, int) { runs++; });
-    lists.first_segments[i] = static_cast<uint16_t>(runs);
-  }
-  __syncthreads();
-  if (tid < 32) {
-    int before = 0;
-    for (int first = 0; first < num_items; first += 32) {
-      const int i = first + tid;
-      const int runs = i < num_items ? lists.first_segments[i] : 0;
-      const int through = warp_inclusive_sum(runs, tid);
-      if (i < num_items) lists.first_segments[i] = static_cast<uint16_t>(before + through - runs);
-      before += __shfl_sync(~0u, through, 31);
-    }
-    if (tid == 0) {
-      lists.first_segments[num_items] = static_cast<uint16_t>(before);
-      totals.segments = before;
-    }
-  }
-  __syncthreads();
-  for (int i = tid; i < num_items; i += kThreads) {
-    const Item item = unpack_item(lists.items[i]);
-    int at = lists.first_segments[i];
-    for_each_run(lists.entries, item, [&](int begin, int end) {
-      const Segment segment = make_segment(i, lists.entries + item.start, begin, end);
-      lists.segments[at++] = segment;
-      atomicMax(&totals.gate_up_rank, int{segment.gate_up_rank});
-      atomicMax(&totals.down_rank, int{segment.down_rank});
-    });
+  const bool is_cut = __any_sync(~0u, most > kMaxTokens);
+  if (lane == 0) {
+    totals.entries = base_entry(before);
+    totals.items = base_item(before);
+    totals.is_cut = is_cut;
   }
 }
 
-// All threads of the block. gate_up_rank and down_rank: R1 and R2, 0 for an absent part. A block
-// barrier must follow before the lists and their totals are read.
+__device__ __forceinline__ Segment make_segment(int item, uint32_t slot, int begin, int count,
+                                                uint32_t ranks) {
+  Segment segment;
+  segment.item = static_cast<uint16_t>(item);
+  segment.slot = static_cast<uint16_t>(slot);
+  segment.begin = static_cast<uint8_t>(begin);
+  segment.count = static_cast<uint8_t>(count);
+  segment.gate_up_rank = static_cast<uint8_t>(ranks & 0xff);
+  segment.down_rank = static_cast<uint8_t>(ranks >> 8);
+  return segment;
+}
+
+// Sorts every list, and where tokens have several slots (`mixed`) leaves the segments by place, and
+// the bits of their places.
 template <int kMaxTokens>
-__device__ void build_lists(const FusedDecodeParams& p, const Lists& lists, uint8_t* scratch,
-                            int gate_up_rank, int down_rank, ListTotals& totals, int tid) {
-  constexpr int kRounds = (kMaxPairs + kThreads - 1) / kThreads;
-  const int num_pairs = static_cast<int>(p.num_tokens) * p.top_k;
-  const int num_tokens = static_cast<int>(p.num_tokens);
-  const bool has_lora = gate_up_rank + down_rank > 0;
+__device__ __forceinline__ void sort_lists(const KernelParams& k, const Lists& lists,
+                                           const Scratch& s, bool mixed, ListTotals& totals,
+                                           int tid) {
+#pragma unroll 1
+  for (int pair = tid; pair < k.num_pairs(); pair += kThreads) {
+    const uint32_t place = s.places[pair];
+    if (place == kNotLocal) continue;
+    const int expert = place & 0xffff, count = static_cast<int>(s.counts[expert]);
+    const uint32_t base = s.bases[expert];
+    const uint32_t* keys = s.keys + base_entry(base);
+    const uint32_t key = keys[place >> 16], slot = slot_of(key);
+    int rank = 0, slot_start = 0, slot_end = 0;  // in the sorted list
+#pragma unroll 4
+    for (int i = 0; i < count; i++) {
+      const uint32_t other = keys[i];
+      rank += other < key;
+      slot_start += slot_of(other) < slot;
+      slot_end += slot_of(other) <= slot;
+    }
+    const int at = base_entry(base) + rank, begin = rank % kMaxTokens;
+    lists.entries[at] = key;
+    if (!mixed || slot == kNoSlot || (rank != slot_start && begin != 0)) continue;
+    const uint32_t ranks = s.token_ranks[k.token_of(pair)];
+    s.segments[at] = make_segment(base_item(base) + rank / kMaxTokens, slot, begin,
+                                  min(slot_end - rank, kMaxTokens - begin), ranks);
+    atomicOr(s.begins + at / 32, 1u << at % 32);
+    atomicMax(&totals.gate_up_rank, static_cast<int>(ranks & 0xff));
+    atomicMax(&totals.down_rank, static_cast<int>(ranks >> 8));
+  }
+}
+
+// Numbers the segments that sort_lists() has left, in the order of places.
+__device__ __forceinline__ void number_segments(const Lists& lists, const Scratch& s,
+                                                ListTotals& totals, int tid) {
+  static_assert(kPlaceWords == 2 * 32, "two words a lane");
+  if (tid < 32) {
+    const uint2 begins = reinterpret_cast<const uint2*>(s.begins)[tid];
+    const int first = __popc(begins.x), second = __popc(begins.y);
+    const int through = static_cast<int>(warp_inclusive_sum(first + second, tid));
+    reinterpret_cast<int2*>(s.segments_before)[tid] = {through - second - first, through - second};
+    if (tid == 31) {
+      totals.segments = through;
+      lists.first_segments[totals.items] = static_cast<uint16_t>(through);
+    }
+  }
+  __syncthreads();
+  const auto segments_before = [&](int place) {
+    return s.segments_before[place / 32] + __popc(s.begins[place / 32] & ((1u << place % 32) - 1));
+  };
+#pragma unroll 1
+  for (int at = tid; at < totals.entries; at += kThreads) {
+    if (s.begins[at / 32] >> at % 32 & 1) lists.segments[segments_before(at)] = s.segments[at];
+  }
+#pragma unroll 1
+  for (int i = tid; i < totals.items; i += kThreads) {
+    lists.first_segments[i] =
+        static_cast<uint16_t>(segments_before(unpack_item(lists.items[i]).start));
+  }
+}
+
+// All threads of the block. A block barrier must follow before the lists and their totals are read.
+// Its instructions come from far away each time, so that short code beats unrolled loops.
+template <int kMaxTokens>
+__device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& lists,
+                                            uint8_t* scratch, ListTotals& totals, int tid) {
+  const FusedDecodeParams& p = k.p;
+  const int num_tokens = static_cast<int>(p.num_tokens), num_pairs = k.num_pairs();
   const Scratch s = carve_scratch(scratch, num_pairs, p.num_local_experts);
 
   // Count pairs by expert; the order inside a list is settled below, where it matters.
-  int expert[kRounds], place[kRounds];
-#pragma unroll
-  for (int q = 0; q < kRounds; q++) {
-    const int pair = tid + q * kThreads;
-    expert[q] = -1;
-    if (pair < num_pairs) {
-      const int row = pair / p.top_k;
-      const uint32_t local = local_expert(p, row, pair - row * p.top_k);
-      if (local < static_cast<uint32_t>(p.num_local_experts)) expert[q] = static_cast<int>(local);
-    }
+#pragma unroll 1
+  for (int pair = tid; pair < num_pairs; pair += kThreads) {
+    const int token = k.token_of(pair);
+    const uint32_t expert = local_expert(p, token, pair - token * p.top_k);
+    s.places[pair] = expert < static_cast<uint32_t>(p.num_local_experts)
+                         ? pack_place(atomicAdd(s.counts + expert, 1u), expert)
+                         : kNotLocal;
   }
-  if (has_lora) {
+  if (k.has_lora()) {
     // From the last warp on, beside the first warps' ids: two latencies at once.
+#pragma unroll 1
     for (int t = kThreads - 1 - tid; t < num_tokens; t += kThreads) {
-      const int slot = p.slots(t);
-      int ranks = 0;
-      if (slot >= 0) {
-        ranks = p.slots.rank(slot, LoraPart::kGateUp, gate_up_rank) |
-                p.slots.rank(slot, LoraPart::kDown, down_rank) << 8;
-      }
-      s.token_slots[t] = static_cast<uint16_t>(ranks == 0 ? kNoSlot : slot);
-      s.token_ranks[t] = static_cast<uint16_t>(ranks);
+      const TokenAdapter adapter = token_adapter(k, t);
+      s.token_slots[t] = static_cast<uint16_t>(adapter.slot);
+      s.token_ranks[t] = static_cast<uint16_t>(adapter.gate_up_rank | adapter.down_rank << 8);
     }
-  }
-#pragma unroll
-  for (int q = 0; q < kRounds; q++) {
-    if (expert[q] >= 0) place[q] = atomicAdd(s.counts + expert[q], 1);
   }
   __syncthreads();
 
-  // All blocks must agree on which pairs the items of a cut list hold, and segments need their
-  // slots together: such lists are sorted.
-  bool mixes = false, cuts = false;
-  if (has_lora) {
-    for (int t = tid; t < num_tokens; t += kThreads) {
+  bool mixes = false;
+  if (tid < 32) {
+    place_experts<kMaxTokens>(s, p.num_local_experts, totals, tid);
+  } else if (k.has_lora()) {
+#pragma unroll 1
+    for (int t = tid - 32; t < num_tokens; t += kThreads - 32) {
       mixes |= s.token_slots[t] != s.token_slots[0];
     }
   }
-  for (int e = tid; e < p.num_local_experts; e += kThreads) cuts |= s.counts[e] > kMaxTokens;
-  if (tid < 32) {
-    const int items = place_experts<kMaxTokens>(s, lists.items, p.num_local_experts, tid);
-    if (tid == 0) totals.items = items;
-  }
   const bool mixed = __syncthreads_or(mixes);
-  const bool sorts = __syncthreads_or(mixes || cuts);
+  // All blocks must agree on which pairs the items of a cut list hold, and segments need their
+  // slots together: such lists are sorted.
+  const bool sorts = mixed || totals.is_cut;
+  const bool one_slot = k.has_lora() && !mixed && s.token_slots[0] != kNoSlot;
   uint32_t* keys = sorts ? s.keys : lists.entries;
-#pragma unroll
-  for (int q = 0; q < kRounds; q++) {
-    if (expert[q] < 0) continue;
-    const int pair = tid + q * kThreads;
-    const uint32_t slot = has_lora ? s.token_slots[pair / p.top_k] : kNoSlot;
-    const int at = s.bases[expert[q]] + place[q];
+#pragma unroll 1
+  for (int pair = tid; pair < num_pairs; pair += kThreads) {
+    const uint32_t word = s.places[pair];
+    if (word == kNotLocal) continue;
+    const int expert = word & 0xffff, place = word >> 16;
+    const uint32_t base = s.bases[expert];
+    const uint32_t slot = k.has_lora() ? s.token_slots[k.token_of(pair)] : kNoSlot;
+    const int at = base_entry(base) + place;
     keys[at] = slot << 16 | static_cast<uint32_t>(pair);
-    if (sorts) s.experts[at] = static_cast<uint16_t>(expert[q]);
-  }
-  __syncthreads();
-  const int num_items = totals.items;
-  if (sorts && num_items > 0) {
-    const Item last = unpack_item(lists.items[num_items - 1]);
-    for (int at = tid; at < last.start + last.count; at += kThreads) {
-      const int e = s.experts[at], base = s.bases[e], count = s.counts[e];
-      const uint32_t key = s.keys[at];
-      int rank = at - base;
-      if (mixed || count > kMaxTokens) {
-        rank = 0;
-        for (int i = 0; i < count; i++) rank += s.keys[base + i] < key;
-      }
-      lists.entries[base + rank] = key;
+    if (place % kMaxTokens != 0) continue;
+    const int item = base_item(base) + place / kMaxTokens;
+    const int count = min(static_cast<int>(s.counts[expert]) - place, kMaxTokens);
+    lists.items[item] = pack_item(at, count, expert);
+    if (one_slot) {
+      lists.segments[item] = make_segment(item, slot, 0, count, s.token_ranks[0]);
+      lists.first_segments[item] = static_cast<uint16_t>(item);
     }
-    __syncthreads();
   }
-  if (has_lora) build_segments(p, lists, s, mixed, num_items, totals, tid);
+  if (one_slot && tid == 0) {
+    lists.first_segments[totals.items] = static_cast<uint16_t>(totals.items);
+    totals.segments = totals.items;
+    totals.gate_up_rank = s.token_ranks[0] & 0xff;
+    totals.down_rank = s.token_ranks[0] >> 8;
+  }
+  if (!sorts) return;
+  __syncthreads();
+  sort_lists<kMaxTokens>(k, lists, s, mixed, totals, tid);
+  if (!mixed) return;
+  __syncthreads();
+  number_segments(lists, s, totals, tid);
 }
 
 }  // namespace moelora::fused_decode

@@ -17,8 +17,9 @@ class WeightStream {
 
   __device__ __forceinline__ void run(int ticket) {
     int n = 0;  // tiles announced
-    for (Tile tile = block.plan.tile(ticket); tile.kind != TileKind::kEnd;
-         tile = block.plan.tile(next_ticket)) {
+    for (;; ticket = next_ticket) {
+      const Tile tile = block.plan.tile(ticket);
+      if (tile.kind == TileKind::kEnd) break;
       next_ticket = -1;
       const bool gate_up = is_gate_up(tile.kind);
       if (is_shrink(tile.kind)) {
@@ -79,6 +80,7 @@ class WeightStream {
   // other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
     const int most = min(C::kConfig.bytes_in_flight / bytes, block.ring.stages);
+#pragma unroll 1
     for (; in_flight >= most; in_flight--) {
       ptx::mbarrier_wait(block.ring.weights_full(landed), landed.phase);
       landed.advance(block.ring.stages);
@@ -102,9 +104,11 @@ class WeightStream {
     const int stage_columns = C::shrink_columns((segment.count + 7) / 8);
     const ColumnRange range = shrink_range<C>(k.p, tile, stage_columns);
     stages_before_ticket = max(ceil_div_int(range.end - range.begin, stage_columns) - 3, 0);
+#pragma unroll 1
     for (int c = range.begin; c < range.end; c += stage_columns) {
       count_stage();
       begin_stage(kShrinkRows * stage_columns * 2);
+#pragma unroll 1
       for (int b = 0; b < stage_columns; b += 64) {
         ptx::tma_load_5d(dst + b * (kShrinkRows * 2), map, full, c + b, first_rank, 0, expert,
                          segment.slot, policy);
@@ -114,6 +118,7 @@ class WeightStream {
   }
   __device__ __forceinline__ void gate_up_rows(int expert, int row_block) {
     const int first = row_block * (C::kGateUpRows / 16);  // in blocks of 8 gate and 8 up rows
+#pragma unroll 1
     for (int c = 0; c < k.p.hidden_size; c += C::kGateUpColumns) {
       count_stage();
       begin_stage(C::kGateUpRows * C::kGateUpColumns * 2);
@@ -132,6 +137,7 @@ class WeightStream {
   }
   __device__ __forceinline__ void down(int expert, int row_block) {
     const int first = row_block * C::kDownRows;
+#pragma unroll 1
     for (int c = 0; c < k.p.intermediate_size; c += C::kDownColumns) {
       count_stage();
       begin_stage(C::kDownRows * C::kDownColumns * 2);
@@ -268,7 +274,7 @@ class TokenStream {
   ReadyCounters z, gate_up_v, down_v;
 
   __device__ __forceinline__ uint32_t token_of(uint32_t entry) const {
-    return static_cast<uint32_t>(pair_of(entry)) / static_cast<uint32_t>(k.p.top_k);
+    return static_cast<uint32_t>(k.token_of(pair_of(entry)));
   }
   __device__ __forceinline__ void wait_for_z(int item_index) {
     z.wait(item_index, block.plan.items, lane, [&](int) { return block.plan.gate_up_blocks; });

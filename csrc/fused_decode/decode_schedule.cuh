@@ -36,23 +36,30 @@ struct Plan {
   int pieces, items_per_piece;                    // of direct tiles
 
   __device__ __forceinline__ Tile tile(int ticket) const {
-    if (ticket < gate_up_shrink_blocks * segments) {
-      return {TileKind::kGateUpShrink, ticket % segments, ticket / segments};
+    // Is it one of the next `count` tiles?
+    const auto is_of = [&](int count) {
+      if (ticket < count) return true;
+      ticket -= count;
+      return false;
+    };
+    TileKind kind;
+    int by;  // segments, or row blocks of an item or piece
+    if (is_of(gate_up_shrink_blocks * segments)) {
+      kind = TileKind::kGateUpShrink, by = segments;
+    } else if (is_of(items * gate_up_blocks)) {
+      kind = TileKind::kGateUp, by = gate_up_blocks;
+    } else if (is_of(down_shrink_blocks * segments)) {
+      kind = TileKind::kDownShrink, by = segments;
+    } else if (is_of((kDirect ? pieces : items) * down_blocks)) {
+      kind = kDirect ? TileKind::kDirectDown : TileKind::kDown, by = down_blocks;
+    } else {
+      return {TileKind::kEnd, 0, 0};
     }
-    ticket -= gate_up_shrink_blocks * segments;
-    if (ticket < items * gate_up_blocks) {
-      return {TileKind::kGateUp, ticket / gate_up_blocks, ticket % gate_up_blocks};
-    }
-    ticket -= items * gate_up_blocks;
-    if (ticket < down_shrink_blocks * segments) {
-      return {TileKind::kDownShrink, ticket % segments, ticket / segments};
-    }
-    ticket -= down_shrink_blocks * segments;
-    if (ticket < (kDirect ? pieces : items) * down_blocks) {
-      return {kDirect ? TileKind::kDirectDown : TileKind::kDown, ticket / down_blocks,
-              ticket % down_blocks};
-    }
-    return {TileKind::kEnd, 0, 0};
+    const int quotient =
+        static_cast<int>(static_cast<uint32_t>(ticket) / static_cast<uint32_t>(by));
+    const int rest = ticket - quotient * by;
+    if (is_shrink(kind)) return {kind, rest, quotient};
+    return {kind, quotient, rest};
   }
 };
 
@@ -72,7 +79,7 @@ struct RingCursor {
 // Three barriers by stage: weights (one arrival of the weight lane, and the bytes), tokens (32 of
 // the token warp) and empty (one of each warp of the group that read it).
 struct Ring {
-  static constexpr int kBarrierBytes = 24;  // of a stage
+  static constexpr int kStageBarrierBytes = 24;
 
   uint32_t barriers, weights, tokens;  // shared addresses
   int stages;
@@ -86,7 +93,7 @@ struct Ring {
     }
   }
   __device__ __forceinline__ uint32_t weights_full(const RingCursor& at) const {
-    return barriers + at.stage * kBarrierBytes;
+    return barriers + at.stage * kStageBarrierBytes;
   }
   __device__ __forceinline__ uint32_t tokens_full(const RingCursor& at) const {
     return weights_full(at) + 8;
@@ -138,21 +145,6 @@ struct TileQueue {
   }
 };
 
-// What a launch adds to the caller's parameters.
-struct KernelParams {
-  FusedDecodeParams p;
-  SharedLayout shared;
-  uint32_t *counters, *z_ready, *gate_up_v_ready, *down_v_ready, *row_blocks_done;
-  // Where tiles are direct, y is fp32 sums by piece and gate_up_v fp32 sums by part.
-  void *z, *y, *gate_up_v, *down_v;
-  float* down_parts;                  // direct: the sums that down_v is made of
-  int gate_up_rank, down_rank;        // R1 and R2, 0 where the adapters have no such part
-  int gate_up_v_ranks, down_v_ranks;  // rounded up to 16: columns of a rank vector
-  int items_per_piece;                // of direct tiles, at least
-  int w13_expert_blocks;              // of the folded tensor map, 0: 64 columns a copy
-  bool w2_folded;
-  int gate_up_b_slot_step;  // matrices between slots in the tensor map of gate_up B
-};
 struct TensorMaps {
   CUtensorMap w13, w2, gate_up_a, gate_up_b, down_a, down_b;
 };

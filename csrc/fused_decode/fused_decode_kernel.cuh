@@ -222,7 +222,7 @@ class Consumer {
     const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
     uint32_t mask = 0;
     for (int n = segment.begin; n < segment.begin + segment.count; n++) {
-      mask |= 1u << pair_of(entries[n]) / k.p.top_k;
+      mask |= 1u << k.token_of(pair_of(entries[n]));
     }
     return mask;
   }
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
   // Barriers: stages, queue, then the queue's entries and the scalars.
-  constexpr int kQueueAt = (kMaxStages * Ring::kBarrierBytes + 15) / 16 * 16,
+  constexpr int kQueueAt = (kMaxStages * Ring::kStageBarrierBytes + 15) / 16 * 16,
                 kEntriesAt = kQueueAt + kQueueEntries * 16,
                 kScalarsAt = kEntriesAt + kQueueEntries * 16;
   static_assert(kScalarsAt + sizeof(ListTotals) <= kBarrierBytes, "the barrier page holds it all");
@@ -269,6 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  reinterpret_cast<Segment*>(shared + k.shared.segments),
                  reinterpret_cast<DirectItem*>(shared + k.shared.direct_items)};
 
+  prefetch_list_inputs(k, C::kDirect, tid);
   if (tid == 0) {
     block.ring.init();
     for (int q = 0; q < kQueueEntries; q++) {
@@ -289,14 +290,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // The lists' scratch lies over the ring, which is still idle.
   uint8_t* scratch = shared + k.shared.weights;
+  const bool one_warp_lists = C::kDirect || k.num_pairs() <= kMaxWarpPairs;
   if (tid == 0) totals = {};
-  if constexpr (!C::kDirect) {
-    int* counts = carve_scratch(scratch, 0, k.p.num_local_experts).counts;
-    for (int i = tid; i < ceil_div_int(k.p.num_local_experts, 128) * 128; i += kThreads) {
-      counts[i] = 0;
-    }
-    ptx::fence_proxy_async_shared();  // the ring's next writes may be TMA's
-  }
+  if (!one_warp_lists) clear_scratch(scratch, k.p.num_local_experts, tid);
   __syncthreads();
   ptx::wait_for_previous_kernel();
   // Not before the wait: weighted_sum_kernel reads this call's ids and weights as soon as it
@@ -306,15 +302,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The first ticket's latency hides behind the lists.
   int ticket = 0;
   if (warp == kWeightWarp && lane == 0) {
-    ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
+    // Adds one. atomicAdd() would become one for the warp and a shuffle, which waits for it here.
+    ticket = static_cast<int>(atomicInc(k.counters + kTicketCounter, INT32_MAX));
   }
-  if (C::kDirect || k.p.num_tokens * k.p.top_k <= kMaxWarpPairs) {
+  if (one_warp_lists) {
     if (warp == kWeightWarp) {
-      build_lists_of_warp<C::kMaxTokens, C::kDirect>(k.p, block.lists, k.gate_up_rank, k.down_rank,
-                                                     totals, lane);
+      build_lists_of_warp<C::kMaxTokens, C::kDirect>(k, block.lists, totals, lane);
     }
   } else if constexpr (!C::kDirect) {
-    build_lists<C::kMaxTokens>(k.p, block.lists, scratch, k.gate_up_rank, k.down_rank, totals, tid);
+    build_lists<C::kMaxTokens>(k, block.lists, scratch, totals, tid);
     ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
   }
   __syncthreads();
@@ -327,13 +323,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   block.plan.down_blocks = ceil_div_int(hidden, C::kDownRows);
   block.plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true) * C::kShrinkParts;
   block.plan.down_shrink_blocks = C::kDirect ? 0 : shrink_tiles(k.p, totals.down_rank, false);
-  block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
-  block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
-  // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of the
-  // pieces costs a round trip.
-  if (block.plan.pieces == 2 && block.plan.down_blocks * 4 >= static_cast<int>(gridDim.x) * 3) {
-    block.plan.pieces = 1;
-    block.plan.items_per_piece = items;
+  if constexpr (C::kDirect) {
+    block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
+    block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
+    // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of
+    // the pieces costs a round trip.
+    if (block.plan.pieces == 2 && block.plan.down_blocks * 4 >= static_cast<int>(gridDim.x) * 3) {
+      block.plan.pieces = 1;
+      block.plan.items_per_piece = items;
+    }
   }
 
   if (warp == kWeightWarp) {

@@ -33,6 +33,7 @@ inline KernelParams kernel_params(const FusedDecodeParams& p, const Workspace& w
   k.items_per_piece = items_per_piece(p.intermediate_size, down_rows);
   k.w13_expert_blocks = static_cast<int>(w13_expert_blocks(p));
   k.w2_folded = w2_folds(p);
+  k.token_scale = token_scale_of(p.top_k);
   if (k.gate_up_rank == 0) k.p.gate_up_a_components = 1;
   if (k.gate_up_rank > 0) k.gate_up_b_slot_step = static_cast<int>(gate_up_b_slot_step(p));
   return k;

@@ -10,11 +10,12 @@ template <class T, class Tile, bool kGateUp>
 class Consumer {
  public:
   __device__ __forceinline__ Consumer(const PrefillGemmMaps& maps, const PrefillGemmParams& params,
-                                      uint32_t shared_base, const ItemQueue& queue, int group,
-                                      int thread)
+                                      uint32_t shared_base, const ItemQueue& queue,
+                                      int32_t* stored_tiles, int group, int thread)
       : maps_(maps), p_(params), base_(shared_base), queue_(queue) {
     group_.staging = shared_base + Tile::kStagingAt + group * Tile::kStagingBytes;
     group_.group = group;
+    group_.stored_tiles = stored_tiles + group * kStoredItems;
     group_.warp = thread >> 5;
     group_.lane = thread & 31;
     group_.elected = thread == 0;
@@ -75,9 +76,9 @@ class Consumer {
           run_item<16>(item.tile, item.block);
           break;
       }
-      if (kGateUp && group_.elected) group_.storing = p_.z_ready + item.tile_idx;
+      if (kGateUp && group_.elected) group_.stored_tiles[group_.num_stored++] = item.tile_idx;
     }
-    if (group_.elected) kGateUp ? group_.finish_storing() : sm90::bulk_wait_all();
+    if (group_.elected) kGateUp ? group_.publish_stored(p_.z_ready) : sm90::bulk_wait_all();
   }
 
  private:

@@ -16,15 +16,17 @@ struct ConsumerGroup {
   int group, warp, lane;  // warp: 0..3 inside the group
   bool elected;           // the thread that issues the group's stores and waits for them
   int down_buffer = 0;    // the next down buffer to fill
-  uint32_t* storing = nullptr;  // elected: the z_ready counter of an item that is being stored
+  // gate_up, elected: the tiles of stored items that no other SM knows of yet, in shared memory.
+  int32_t* stored_tiles = nullptr;
+  int num_stored = 0;
 
   __device__ __forceinline__ void sync() const { ptx::named_barrier(2 + group, kGroupThreads); }
-  // The elected thread of gate_up: staging is free again, and an item that was being stored counts.
-  __device__ __forceinline__ void finish_storing() {
-    if (storing == nullptr) return sm90::bulk_wait_read<0>();
+  // The elected thread of gate_up: its stores so far are complete, and counted.
+  __device__ __forceinline__ void publish_stored(uint32_t* z_ready) {
     sm90::bulk_wait_all();
-    ptx::add_release(storing);
-    storing = nullptr;
+    ptx::fence_release();
+    for (int i = 0; i < num_stored; ++i) ptx::add_relaxed(z_ready + stored_tiles[i]);
+    num_stored = 0;
   }
   // The tile columns (tokens) of accumulators 4 i, 4 i + 1 are token(i), token(i) + 1; of 4 i + 2
   // and 4 i + 3 too, eight weight rows further.
@@ -124,7 +126,10 @@ __device__ __forceinline__ void finish_gate_up(sm90::WgmmaAccumulators<N>& acc,
     add_bias<N>(acc, first, second);
   }
 
-  if (group.elected) group.finish_storing();
+  if (group.elected) {
+    if (group.num_stored == kStoredItems) group.publish_stored(p.z_ready);
+    sm90::bulk_wait_read<0>();
+  }
   group.sync();
   if (p.activation == ActivationKind::kSilu && p.layout != GateUpLayout::kUpGate) {
     stage_z<T, N>(acc, group, [](float gate, float up) { return silu(gate) * up; });

@@ -43,14 +43,18 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   // Not before: whoever starts now reads the tile lists.
   ptx::launch_dependents();
 
+  // 384 threads start with 168 registers each; 2 * 128 * 200 + 128 * 104 is the same sum.
   if (group == kConsumerGroups) {
-    sm90::give_registers_back<Tile::kProducerRegisters>();
+    sm90::give_registers_back<104>();
     Producer<Tile, kGateUp>(maps, params, base, queue,
                             reinterpret_cast<int32_t*>(shared + Tile::kTokenIndexAt), thread)
         .run();
   } else {
-    sm90::take_registers<Tile::kConsumerRegisters>();
-    Consumer<T, Tile, kGateUp>(maps, params, base, queue, group, thread).run();
+    sm90::take_registers<200>();
+    Consumer<T, Tile, kGateUp>(maps, params, base, queue,
+                               reinterpret_cast<int32_t*>(shared + Tile::kStoredTilesAt), group,
+                               thread)
+        .run();
   }
   // So that who waits for this kernel has waited for the ones before it too.
   ptx::wait_for_previous_kernel();

@@ -12,6 +12,10 @@ constexpr int kRowBytes = 128;
 constexpr int kConsumerGroups = 2;
 constexpr int kGroupThreads = 128;
 constexpr int kQueueEntries = 4;  // items known to a block at once
+// Items of gate_up whose parts of z a consumer warpgroup has stored when it tells the other SMs.
+// The fence before that takes a microsecond while memory is busy; and down wants the first tiles
+// only when the last ones are under way.
+constexpr int kStoredItems = 8;
 constexpr int kQueueBytes = kQueueEntries * (32 + 16);
 constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;
 
@@ -30,12 +34,12 @@ struct PrefillGemmParams {
   const TokenTile* tiles;
   const int32_t* num_tiles;
   int64_t max_tiles;
-  int32_t* next_item;     // counter, 0 at the start
+  int32_t* next_item;  // counter, 0 at the start
   // Whether the tile lists are the work of the kernel right before this one, so that nothing can be
   // done until it ends. Else it is a shrink, and only its rank vectors are waited for.
   bool tiles_come_last;
   // [tiles] counters, 0 at the start: every consumer warpgroup of gate_up adds one for each item
-  // whose rows of z are stored. A tile of down starts at `z_parts`.
+  // whose part of z is stored. A tile of down starts at `z_parts`.
   uint32_t* z_ready;
   uint32_t z_parts;
   int32_t weight_blocks;  // blocks of the configuration's weight_rows
@@ -76,10 +80,6 @@ struct GemmTile {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kMaxSteps = kMaxTokens / kRowStep;
 
-  // Of a thread. 384 threads start with 168 each, and those of a warpgroup can hand some to others.
-  static constexpr int kConsumerRegisters = 200;
-  static constexpr int kProducerRegisters = 3 * 168 - kConsumerGroups * kConsumerRegisters;
-
   // A stage: weight rows, then the tile's token rows.
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
   static constexpr int kStageBytes = kWeightBytes + kMaxTokens * kRowBytes;
@@ -94,7 +94,8 @@ struct GemmTile {
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kTokenIndexAt = kStagingAt + kConsumerGroups * kStagingBytes;
   static constexpr int kQueueAt = kTokenIndexAt + 2 * kMaxTokens * 4;
-  static constexpr int kFullAt = kQueueAt + kQueueBytes;
+  static constexpr int kStoredTilesAt = kQueueAt + kQueueBytes;
+  static constexpr int kFullAt = kStoredTilesAt + 4 * kStoredItems * kConsumerGroups;
   static constexpr int kEmptyAt = kFullAt + 8 * kStages;
   static constexpr int kSharedBytes = kEmptyAt + 8 * kStages;
 

@@ -67,8 +67,8 @@ struct PrefillPlan {
   int64_t chunk_tokens;
   int64_t expanded_to_permuted, permuted_to_expanded, expert_offsets, sort_tile_expert,
       sort_tile_row_limit, num_padded_rows, sort_workspace;
-  int64_t gate_up_tiles, down_tiles, num_tiles, next_items, z_ready, row_token, row_slot, row_weight,
-      gate_up_units, down_units;
+  int64_t gate_up_tiles, down_tiles, num_tiles, next_items, z_ready, row_token, row_slot,
+      row_weight, gate_up_units, down_units;
   int64_t gate_up_v, down_v, z, y;
   int64_t bytes;
 };

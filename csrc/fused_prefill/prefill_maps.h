@@ -8,7 +8,8 @@
 namespace moelora::fused_prefill {
 
 // w13 [E_loc, 2I, H] as {H, 8 rows, 2 halves, I / 8, E_loc}: a box lays 8 rows of one half (gate or
-// up, whichever the layout has first) and the matching 8 of the other in turn, `weight_rows` in all.
+// up, whichever the layout has first) and the matching 8 of the other in turn, `weight_rows` in
+// all.
 CUtensorMap gate_up_weight_map(const WeightOperand& w13, GateUpLayout layout, int64_t experts,
                                int64_t intermediate, int64_t hidden, int32_t weight_rows);
 

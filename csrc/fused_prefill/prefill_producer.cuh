@@ -239,7 +239,7 @@ class Producer {
                                          int ranks) const {
     const uint32_t dst = weights() + place();
     int column = item.block * Tile::kWeightRows + row_;  // output column of this thread's first row
-    int column_step = 16;                          // and from one of its rows to the next
+    int column_step = 16;                                // and from one of its rows to the next
     int64_t b_row = column;
     if constexpr (kGateUp) {
       // Weight rows lie as 8 of the first half, 8 of the second half; B has all gate rows first.

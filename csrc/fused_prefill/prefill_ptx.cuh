@@ -85,7 +85,10 @@ __device__ __forceinline__ int32_t load_pinned_4(const int32_t* src) {
 // one add a warp, with a shuffle that waits for it at once.)
 __device__ __forceinline__ int32_t take_pinned(int32_t* counter) {
   int32_t before;
-  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.global.inc.u32 %0, [%1], 0x7fffffff;"
+               : "=r"(before)
+               : "l"(counter)
+               : "memory");
   return before;
 }
 
@@ -117,9 +120,8 @@ __device__ __forceinline__ uint32_t cluster_size() {
 }
 // A barrier of all threads of the cluster, over memory too.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 // The two words at this block's shared address `address`, in the block of rank `rank`.
 __device__ __forceinline__ float2 load_of_rank(uint32_t address, uint32_t rank) {

@@ -9,7 +9,7 @@ namespace moelora::fused_prefill {
 namespace {
 
 constexpr int kRowBytes = 128;  // 64 columns of K a stage
-constexpr int64_t kSms = 132;  // of an H200: for how many blocks a call is cut into
+constexpr int64_t kSms = 132;   // of an H200: for how many blocks a call is cut into
 
 // Rows are the M operand, 64 a warpgroup, and rows of A the N operand.
 template <int kWarpgroups, int kColumns_>
@@ -33,7 +33,8 @@ struct ShrinkTile {
   static constexpr int kRunning = kStages >= 5 ? 1 : 0;
   static constexpr int kAhead = kStages - 1 - kRunning;
   static_assert(kAhead >= 2, "enough loads in flight");
-  // fp32 sums [rows][columns] lie over the ring; the pad keeps a warp's stores in banks of their own.
+  // fp32 sums [rows][columns] lie over the ring; the pad keeps a warp's stores in banks of their
+  // own.
   static constexpr int kSumPitch = kColumns + 8;
   static_assert(kRows * kSumPitch * 4 <= kListsAt, "the sums fit");
 };
@@ -265,9 +266,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   // Not before: whoever starts now reads the tile lists.
   ptx::launch_dependents();
   const int32_t num_tiles = p.tiles != nullptr ? __ldcg(p.num_tiles) : 0;
-  const int32_t parts =
-      p.tiles != nullptr ? num_tiles * ((p.max_tokens + Tile::kRows - 1) / Tile::kRows)
-                         : static_cast<int32_t>(ceil_div(p.num_tokens, Tile::kRows));
+  const int32_t parts = p.tiles != nullptr
+                            ? num_tiles * ((p.max_tokens + Tile::kRows - 1) / Tile::kRows)
+                            : static_cast<int32_t>(ceil_div(p.num_tokens, Tile::kRows));
   const int32_t blocks = sm90::cluster_size(), clusters = gridDim.x / blocks;
   for (int32_t i = blockIdx.x / blocks; i < parts; i += clusters) {
     const RowPart rows = row_part<Tile::kRows>(p, num_tiles, i);

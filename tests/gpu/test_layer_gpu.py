@@ -25,7 +25,7 @@ def release_memory():
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 9, 16, 33, 64, 130, 256, 512, 1100, 2048, 4096])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 9, 16, 33, 64, 130, 256, 512, 1100, 2048, 4096])
 @pytest.mark.parametrize("with_lora", [False, True])
 def test_token_counts_at_a_real_models_sizes(device, dtype, tokens, with_lora):
     """C12, E03: Qwen3-30B-A3B, on both sides of every bound that picks a kernel"""

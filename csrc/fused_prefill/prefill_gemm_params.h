@@ -12,9 +12,9 @@ constexpr int kRowBytes = 128;
 constexpr int kConsumerGroups = 2;
 constexpr int kGroupThreads = 128;
 constexpr int kQueueEntries = 4;  // items known to a block at once
-// Items of gate_up that a consumer warpgroup stores before it tells the other SMs: each time takes a
-// fence, a microsecond while memory is busy. Down wants the first tiles when the last ones are under
-// way, so that a few are soon enough; a block can have as few as seven items.
+// Items of gate_up that a consumer warpgroup stores before it tells the other SMs: each time takes
+// a fence, a microsecond while memory is busy. Down wants the first tiles when the last ones are
+// under way, so that a few are soon enough; a block can have as few as seven items.
 constexpr int kStoredItems = 4;
 constexpr int kQueueBytes = kQueueEntries * (32 + 16);
 constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;

@@ -1,7 +1,10 @@
-// Shows that compute-sanitizer's initcheck does not see what TMA writes: one block stores a tile into fresh memory by a
-// tensor copy, a second kernel reads it. The values are right, and every read is reported as of memory never written.
-//   nvcc -arch=sm_90a -o initcheck_tma tests/gpu/initcheck_tma.cu && compute-sanitizer --tool initcheck ./initcheck_tma
-// moelora's GEMMs store their outputs so; the reports of sanitize.sh that name a kernel which reads such rows are these.
+// Shows that compute-sanitizer's initcheck does not see what TMA writes: one block stores a tile
+// into fresh memory by a tensor copy, a second kernel reads it. The values are right, and every
+// read is reported as of memory never written.
+//   nvcc -arch=sm_90a -o initcheck_tma tests/gpu/initcheck_tma.cu && compute-sanitizer --tool
+//   initcheck ./initcheck_tma
+// moelora's GEMMs store their outputs so; the reports of sanitize.sh that name a kernel which reads
+// such rows are these.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
@@ -28,7 +31,8 @@ __global__ void store_by_tma(const __grid_constant__ CUtensorMap map) {
   if (threadIdx.x == 0) {
     const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
     asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %1}], [%2];" ::"l"(&map), "r"(0), "r"(source)
+        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %1}], [%2];" ::"l"(&map),
+        "r"(0), "r"(source)
         : "memory");
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
   }
@@ -47,16 +51,16 @@ __global__ void count_wrong(const float* values, int* wrong) {
 CUtensorMap map_of(float* ptr) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) ==
-            cudaSuccess,
+  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                         cudaEnableDefault, &found) == cudaSuccess,
         "cuTensorMapEncodeTiled");
   const cuuint64_t sizes[] = {kColumns, kRows}, strides[] = {kColumns * sizeof(float)};
   const cuuint32_t box[] = {kColumns, kRows}, steps[] = {1, 1};
   CUtensorMap map;
   check(reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function)(
-            &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, ptr, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) ==
-            CUDA_SUCCESS,
+            &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, ptr, sizes, strides, box, steps,
+            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+            CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS,
         "encoding a tensor map");
   return map;
 }

@@ -7,7 +7,7 @@
 
 namespace moelora::fused_prefill {
 
-// 128 weight rows (block `block`) times one token tile; tile.rows is 0 after the last item.
+// Weight block `block` times one token tile; tile.rows is 0 after the last item.
 struct alignas(16) GemmItem {
   TokenTile tile;
   int32_t tile_idx, block;

@@ -29,6 +29,14 @@ def test_paths_by_token_count():
     assert "do_finalize" in explain(257, do_finalize=False)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "config"),
+    [(512, "tokens144"), (2048, "tokens192"), (4096, "tokens256"), (8192, "rows256"), (16384, "tokens256")],
+)
+def test_prefill_tiles_by_rows_an_expert(tokens, config):
+    assert config in explain(tokens)
+
+
 def test_no_limit_cuts_only_what_needs_more_than_2_gib():
     assert "chunks" not in explain(16384)
     assert "chunks of 32768 tokens" in explain(65536)

@@ -5,7 +5,7 @@ import torch
 from adapter_cases import *  # noqa: F403
 from error_cases import *  # noqa: F403
 from layer_cases import *  # noqa: F403
-from layer_cases import check, make, oracle, run
+from layer_cases import ACTIVATIONS, LAYOUTS, check, make, oracle, run
 from parallel_cases import *  # noqa: F403
 
 import moelora
@@ -43,6 +43,15 @@ def test_ranks_at_a_real_models_sizes(device, dtype, tokens, rank):
     shape = Shape(2048, 768, 16, 8)
     layer, lora, adapter_ids = make(tokens, device, dtype, shape, slots=2, rank=rank)
     check(layer, lora, adapter_ids)
+
+
+@pytest.mark.parametrize("tokens", [257, 600, 1000, 2100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tile_shape_of_prefill(device, dtype, tokens, layout):
+    """C07: 65, 150, 250 and 525 rows an expert pick one each; sizes that are no multiple of any of them"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 8, 2), rank=24)
+    activation = ACTIVATIONS[LAYOUTS.index(layout)]
+    check(layer, lora, adapter_ids, gate_up_layout=layout, activation=activation, **layer.biases)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1024])

@@ -20,7 +20,8 @@ struct LaunchConfig {
   size_t shared_bytes = 0;
   cudaStream_t stream = nullptr;
   // Programmatic dependent launch: the kernel must call griddepcontrol.wait before it reads what
-  // its predecessor wrote.
+  // its predecessor wrote, or wait for that in another way, and then call it before it ends,
+  // because later kernels rely on that.
   bool dependent = false;
   // Blocks a cluster, along x: they run at the same time and reach each other's shared memory.
   unsigned cluster = 1;

@@ -193,7 +193,7 @@ struct KernelParams {
     return static_cast<int>(static_cast<uint32_t>(pair) * token_scale >> 20);
   }
 };
-// pair * token_scale >> 20 is pair / top_k where pair * (top_k - 1) < 2^20.
+// pair * token_scale >> 20 is pair / top_k where pair * top_k < 2^20.
 constexpr uint32_t token_scale_of(int top_k) {
   return (1u << 20) / static_cast<uint32_t>(top_k) + 1;
 }

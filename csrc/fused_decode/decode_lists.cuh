@@ -127,6 +127,8 @@ __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int e
   s.token_ranks = s.token_slots + pairs;
   return s;
 }
+constexpr int kMaxScratchBytes =
+    8 * kPlaceWords + 8 * kMaxExperts + (static_cast<int>(sizeof(Segment)) + 8 + 4) * kMaxPairs;
 // A pair's place in its expert's unsorted list.
 constexpr uint32_t kNotLocal = ~0u;
 __device__ __forceinline__ uint32_t pack_place(uint32_t place, uint32_t expert) {

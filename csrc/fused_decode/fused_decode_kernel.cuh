@@ -290,6 +290,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // The lists' scratch lies over the ring, which is still idle.
   uint8_t* scratch = shared + k.shared.weights;
+  static_assert(C::kDirect || kMaxScratchBytes <= kMinStages * (C::kWeightBytes + C::kTokenBytes));
   const bool one_warp_lists = C::kDirect || k.num_pairs() <= kMaxWarpPairs;
   if (tid == 0) totals = {};
   if (!one_warp_lists) clear_scratch(scratch, k.p.num_local_experts, tid);

@@ -93,7 +93,6 @@ class PrefillChunk {
     const LoraSide& side = gate_up ? layer_.gate_up : layer_.down;
     const bool by_token = side.a_shared_outer;
     PrefillShrinkParams params = {};
-    params.max_tiles = sizes_.max_tiles;
     params.max_tokens = config_.max_tokens;
     params.num_tokens = layer_.num_tokens;
     if (by_token) {

@@ -36,7 +36,8 @@ struct PrefillGemmParams {
   int64_t max_tiles;
   int32_t* next_item;  // counter, 0 at the start
   // Whether the tile lists are the work of the kernel right before this one, so that nothing can be
-  // done until it ends. Else it is a shrink, and only its rank vectors are waited for.
+  // done until it ends. Else it is a shrink, of which only the rank vectors are waited for, or
+  // gate_up, whose tiles are waited for one by one.
   bool tiles_come_last;
   // [tiles] counters, 0 at the start: every consumer warpgroup of gate_up adds one for each item
   // whose part of z is stored. A tile of down starts at `z_parts`.

@@ -64,7 +64,7 @@ class ItemQueue {
 // Fetches items for one thread: each step of the chain (ticket, tile record) is asked for one item
 // ahead of the next, so that no latency is waited for. Items in order: all weight blocks of a token
 // tile before the next tile, so that a tile's rows and an expert's weights are in L2 while several
-// blocks want them. A block's first item is its own index (the grid is not larger than the tiles
+// blocks want them. A block's first item is its own index (the grid is not larger than the items
 // there can be); the counter starts at 0.
 class ItemFetcher {
  public:
@@ -89,9 +89,9 @@ class ItemFetcher {
   }
 
  private:
-  // Beyond the last item: that one's tile.
+  // Beyond the last item: that one's tile, or of none at all the first record's place.
   __device__ __forceinline__ void fetch_tile() {
-    const int32_t at = item_ < num_items_ ? item_ : num_items_ - 1;
+    const int32_t at = max(min(item_, num_items_ - 1), 0);
     tile_idx_ = at / p_.weight_blocks;
     block_ = at - tile_idx_ * p_.weight_blocks;
     tile_ = sm90::load_pinned_16(p_.tiles + tile_idx_);

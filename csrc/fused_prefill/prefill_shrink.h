@@ -14,7 +14,6 @@ namespace moelora::fused_prefill {
 struct PrefillShrinkParams {
   const TokenTile* tiles;
   const int32_t* num_tiles;
-  int64_t max_tiles;
   int32_t max_tokens;  // of a tile
   // [tiles] of z as x: a tile is read when its counter has come to z_parts. Null for hidden_states.
   const uint32_t* z_ready;

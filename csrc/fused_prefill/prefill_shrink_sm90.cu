@@ -260,9 +260,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   extern __shared__ __align__(1024) uint8_t shared[];
   // The swizzle counts from 1024-byte lines.
   if ((ptx::shared_address(shared) & 1023) != 0) __trap();
-  // With z as x this runs beside the last items of gate_up. One block waits for all of it, so that
-  // who waits for this kernel has waited for gate_up too.
-  if (p.z_ready == nullptr || is_last_block()) ptx::wait_for_previous_kernel();
+  // With z as x this runs beside the last items of gate_up, and the tile lists are older than that.
+  if (p.z_ready == nullptr) ptx::wait_for_previous_kernel();
   // Not before: whoever starts now reads the tile lists.
   ptx::launch_dependents();
   const int32_t num_tiles = p.tiles != nullptr ? __ldcg(p.num_tiles) : 0;
@@ -276,6 +275,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     shrink_part<T, Tile>(p, rows, shared);
     __syncthreads();  // its lists have been read
   }
+  // So that who waits for this kernel has waited for gate_up too. One block is enough, and others
+  // would only hold up the blocks of down.
+  if (p.z_ready != nullptr && is_last_block()) ptx::wait_for_previous_kernel();
 }
 
 // Few rows make few blocks: then the slots that they use are shared by up to four clusters, and K

@@ -2,7 +2,7 @@
 one of rank 16, in this order.
 
     ncu --clock-control none -k regex:"fused_decode_kernel|weighted_sum" --metrics dram__bytes_read.sum,\
-dram__throughput.avg.pct_of_peak_sustained_elapsed,gpu__time_duration.sum,lts__t_bytes.sum \
+dram__throughput.avg.pct_of_peak_sustained_elapsed,gpu__time_duration.sum,dram__bytes_read.sum.per_second \
         python benchmarks/profile_decode.py
 
 ncu empties the caches before every kernel, and its time for a kernel includes the launch, which a chain of dependent

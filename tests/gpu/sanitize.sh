@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # compute-sanitizer over moelora.check (every op and forward on awkward shapes) and over the GPU tests.
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
-# Without PYTEST_ARGS only moelora.check runs: on an H200 five minutes under memcheck, two under initcheck, over ten under
+# Without PYTEST_ARGS only moelora.check runs: on an H200 four minutes under memcheck, two under initcheck, over ten under
 # racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 8 -v -m "not slow"`; -v, so that a run
-# that is cut off has named what failed): with 14 workers on two H200s nine minutes do two thirds of them under memcheck.
+# that is cut off has named what failed): 12 workers on two H200s do the 2,700 tests in about nine minutes under memcheck, and
+# half of them under initcheck. More than ten such processes on a card run out of its memory.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.
 # memcheck leaves out errors of the API: one test asks for more memory than there is, and says so.
 # memcheck looks at this library's kernels only, which makes it several times as fast.

@@ -1,17 +1,22 @@
 // Shows that compute-sanitizer's initcheck does not see what TMA writes: one block stores a tile
 // into fresh memory by a tensor copy, a second kernel reads it. The values are right, and every
 // read is reported as of memory never written.
-//   nvcc -arch=sm_90a -o initcheck_tma tests/gpu/initcheck_tma.cu && compute-sanitizer --tool
-//   initcheck ./initcheck_tma
+//
+//   nvcc -std=c++17 -gencode=arch=compute_90a,code=sm_90a tests/gpu/initcheck_tma.cu -o tma
+//
+//   compute-sanitizer --tool initcheck ./tma
+//
 // moelora's GEMMs store their outputs so; the reports of sanitize.sh that name a kernel which reads
 // such rows are these.
-#include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+
+#include "../../csrc/fused_prefill/prefill_ptx.cuh"
+
+using namespace moelora;
 
 namespace {
 
@@ -26,15 +31,12 @@ void check(bool good, const char* what) {
 __global__ void store_by_tma(const __grid_constant__ CUtensorMap map) {
   __shared__ __align__(128) float tile[kElements];
   for (int i = threadIdx.x; i < kElements; i += blockDim.x) tile[i] = static_cast<float>(i);
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
-    asm volatile(
-        "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %1}], [%2];" ::"l"(&map),
-        "r"(0), "r"(source)
-        : "memory");
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
+    sm90::tma_store_2d(&map, ptx::shared_address(tile), 0, 0);
+    sm90::bulk_commit();
+    sm90::bulk_wait_all();
   }
 }
 

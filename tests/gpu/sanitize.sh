@@ -3,11 +3,12 @@
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
 # Without PYTEST_ARGS only moelora.check runs: on an H200 four minutes under memcheck, two under initcheck, over ten under
 # racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 8 -v -m "not slow"`; -v, so that a run
-# that is cut off has named what failed): 12 workers on two H200s do the 2,700 tests in about nine minutes under memcheck, and
-# half of them under initcheck. More than ten such processes on a card run out of its memory.
+# that is cut off has named what failed). On two H200s, beside benchmarks and a soak, 12 workers did 2,579 of the 2,760 tests in
+# nine minutes under memcheck, and 12 others 1,831 under initcheck; the rest of memcheck's failed as 17 processes under the tools,
+# four of them racecheck's, took all the memory of one card.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.
 # memcheck leaves out errors of the API: one test asks for more memory than there is, and says so.
-# memcheck looks at this library's kernels only, which makes it several times as fast.
+# memcheck looks at this library's kernels only, which makes it about twice as fast.
 # initcheck reports reads of what a GEMM has stored by TMA, where nothing else had ever written that memory: it does not see
 # such stores, as initcheck_tma.cu shows. In the layer tests, which poison the workspace with NaN first, no row is left unwritten.
 # Two tests of the pool assert that work is still in flight, which it never is where the tools make every launch wait.

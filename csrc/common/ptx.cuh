@@ -74,6 +74,17 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int b
                : "memory");
 }
 // Closes the group of this thread's cp.async copies since the last commit.
+__device__ __forceinline__ void cp_async_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+__device__ __forceinline__ uint4 load_shared_16(uint32_t src) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(src)
+               : "memory");
+  return v;
+}
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -103,6 +114,30 @@ __device__ __forceinline__ uint4 load_cg_16(const void* src) {
 
 // ---- ordering ----
 
+// Loads and stores that other blocks see word by word, in no order.
+__device__ __forceinline__ uint2 load_relaxed(const uint2* ptr) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(ptr)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_relaxed(const uint4* ptr) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(ptr)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_relaxed(uint32_t* ptr, uint32_t v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(ptr), "r"(v) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(uint2* ptr, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(ptr), "r"(v.x), "r"(v.y)
+               : "memory");
+}
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* ptr) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(ptr) : "memory");

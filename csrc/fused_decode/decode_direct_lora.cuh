@@ -1,11 +1,12 @@
-// The adapters of direct configurations (one or two tokens), on the gate_up tiles' own threads.
-// Every wait for another block costs such a short layer 2 to 4 us, so there are as few as can be:
+// The adapters of direct configurations (few tokens), on the gate_up tiles' own threads. Every wait
+// for another block costs such a short layer a microsecond or two, so there are as few as can be:
 // gate_up shrinks are cut into parts that the epilogue of each tile adds up, and down shrinks have
-// no tiles: each gate_up tile leaves A times its columns of z as a part, and whoever finishes an
-// expert's last tile adds those up. Sums are always taken in one fixed order.
+// no tiles: each gate_up tile leaves A times its columns of z as a part, and the last tile of an
+// expert adds those up. Sums are always taken in one fixed order.
 #pragma once
 
 #include "decode_epilogue.cuh"
+#include "decode_exchange.cuh"
 
 namespace moelora::fused_decode {
 
@@ -18,37 +19,54 @@ __device__ __forceinline__ float2* gate_up_part(const KernelParams& k, int pair,
       ((pair * C::kShrinkParts + part) * 2 + component) * k.gate_up_v_ranks + rank);
 }
 template <class C>
-__device__ __forceinline__ void store_gate_up_part(const KernelParams& k, const float* sums,
-                                                   const Tile& tile, const Segment& segment,
-                                                   const uint32_t* item_entries, int thread) {
+__device__ __forceinline__ void send_gate_up_part(const KernelParams& k, const float* sums,
+                                                  const Tile& tile, const Segment& segment,
+                                                  const uint32_t* item_entries, int thread) {
   for_each_rank_pair(k, true, rank_block<C>(tile), segment.count, thread,
                      [&](int n, int component, int rank, int first) {
                        const int pair = pair_of(item_entries[segment.begin + n]);
-                       *gate_up_part<C>(k, pair, tile.block % C::kShrinkParts, component, rank) =
-                           read_shrink_sums<C>(k, sums, true, n, component, first);
+                       send(gate_up_part<C>(k, pair, tile.block % C::kShrinkParts, component, rank),
+                            float_bits(read_shrink_sums<C>(k, sums, true, n, component, first)));
                      });
 }
 
-// v = scale * sum of the parts of one segment's down shrink; 8 threads a value.
+// v = scale * sum of the parts of one segment's down shrink, 16 ranks a warp at a time: every four
+// lanes take every eighth part.
 template <class C, class T>
-__device__ __forceinline__ void store_down_vectors(const KernelParams& k, const Block<C>& block,
-                                                   const Segment& segment, int thread) {
+__device__ __forceinline__ void send_down_vectors(const KernelParams& k, const Block<C>& block,
+                                                  const Segment& segment, int thread) {
+  constexpr int kBatch = 8, kSharers = 8;
   const uint32_t* entries = block.lists.entries + block.item(segment.item).start + segment.begin;
-  const int blocks = block.plan.gate_up_blocks, share = thread % 8;
-  const uint32_t sharers = 0xffu << (thread & 24);
+  const int parts = block.plan.gate_up_blocks, steps = k.down_v_ranks / 16, lane = thread % 32;
   const float scale = k.p.scaling_ptr == nullptr ? 1.0f : k.p.scaling_ptr[3 * segment.slot + 2];
-  for (int at = thread / 8; at < segment.count * k.down_v_ranks; at += kGroupThreads / 8) {
-    const int pair = pair_of(entries[at / k.down_v_ranks]), rank = at % k.down_v_ranks;
-    const float* parts = k.down_parts + pair * blocks * k.down_v_ranks + rank;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int b = share; b < blocks; b += 8) sum += __ldcg(parts + b * k.down_v_ranks);
+  // The last warp first: the first is still telling of z.
+  for (int at = kGroupWarps - 1 - thread / 32; at < segment.count * steps; at += kGroupWarps) {
+    const int pair = pair_of(entries[at / steps]), rank = at % steps * 16 + lane % 4 * 4;
+    const float* first = k.down_parts + pair * parts * k.down_v_ranks + rank;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int b = lane / 4; b < parts; b += kBatch * kSharers) {
+      uint4 part[kBatch];
+      const int count = min(ceil_div_int(parts - b, kSharers), kBatch);
+      receive(part, count, [&](int i) { return first + (b + i * kSharers) * k.down_v_ranks; });
 #pragma unroll
-    for (int distance = 4; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(sharers, sum, distance);
+      for (int i = 0; i < kBatch; i++) {
+        if (i == count) break;
+        sum.x += __uint_as_float(part[i].x), sum.y += __uint_as_float(part[i].y);
+        sum.z += __uint_as_float(part[i].z), sum.w += __uint_as_float(part[i].w);
+      }
     }
-    if (share == 0) {
-      static_cast<T*>(k.down_v)[pair * k.down_v_ranks + rank] = static_cast<T>(scale * sum);
+    __syncwarp();
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, distance);
+      sum.y += __shfl_xor_sync(~0u, sum.y, distance);
+      sum.z += __shfl_xor_sync(~0u, sum.z, distance);
+      sum.w += __shfl_xor_sync(~0u, sum.w, distance);
+    }
+    if (lane < 4) {
+      send(static_cast<T*>(k.down_v) + pair * k.down_v_ranks + rank,
+           make_uint2(ptx::pack2<T>(scale * sum.x, scale * sum.y),
+                      ptx::pack2<T>(scale * sum.z, scale * sum.w)));
     }
   }
 }
@@ -102,11 +120,13 @@ class DirectLora {
         const int n = segment.begin + row / 2, component = row % 2;
         float2 total = make_float2(0.0f, 0.0f);
         if (rank < segment.gate_up_rank) {
+          uint2 sums_of_parts[C::kShrinkParts];
+          receive(sums_of_parts, C::kShrinkParts,
+                  [&](int part) { return gate_up_part<C>(*k, pair(n), part, component, rank); });
 #pragma unroll
           for (int part = 0; part < C::kShrinkParts; part++) {
-            const float2 sum = __ldcg(gate_up_part<C>(*k, pair(n), part, component, rank));
-            total.x += sum.x;
-            total.y += sum.y;
+            total.x += __uint_as_float(sums_of_parts[part].x);
+            total.y += __uint_as_float(sums_of_parts[part].y);
           }
           // The sum of a row beyond an odd rank, which may be NaN.
           if (rank + 1 == segment.gate_up_rank) total.y = 0.0f;
@@ -138,7 +158,7 @@ class DirectLora {
     }
   }
   // A times the tile's columns of z.
-  __device__ __forceinline__ void store_down_parts(const float* sums, int thread) const {
+  __device__ __forceinline__ void send_down_parts(const float* sums, int thread) const {
     const float* z = sums + C::kSumFloats;
     const int ranks = k->down_v_ranks;
     for (int i = first; i < end; i++) {
@@ -153,7 +173,8 @@ class DirectLora {
           if (rank >= segment.down_rank || !inside(half)) break;
           sum += dot8<T>(row[half], z + n * kColumns + half * 8);
         }
-        k->down_parts[(pair(n) * block->plan.gate_up_blocks + tile.block) * ranks + rank] = sum;
+        send(k->down_parts + (pair(n) * block->plan.gate_up_blocks + tile.block) * ranks + rank,
+             __float_as_uint(sum));
       }
     }
   }

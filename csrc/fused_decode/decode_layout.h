@@ -37,7 +37,7 @@ MOELORA_HOST_DEVICE constexpr int64_t ceil_div(int64_t value, int64_t by) {
 // twice.
 MOELORA_HOST_DEVICE constexpr int token_pitch(int columns) { return columns * 2 + 16; }
 
-constexpr int kMaxDirectTokens = 2;
+constexpr int kMaxDirectTokens = 4;
 
 template <int kConfigIndex>
 struct Tiles {
@@ -164,7 +164,7 @@ constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
 // fp32 sums [pieces, T, H], then rank vectors [P, 2, R1 rounded up to 16] (gate, up; scaled) and
 // [P, R2 rounded up to 16]. Direct tiles have, in place of the first, the fp32 sums [P, parts, 2,
 // R1 rounded up] by part of the columns, and those of the second last: [P, gate_up tiles, R2
-// rounded up].
+// rounded up]; there all words from the rank vectors on begin as kUnwritten (decode_exchange.cuh).
 struct Workspace {
   int64_t counters, z, y, gate_up_v, down_v, down_parts, bytes;  // byte offsets
   int32_t num_counters, max_items, max_segments;
@@ -214,7 +214,8 @@ inline bool has_down_lora(const FusedDecodeParams& p) {
 inline int config_index(const FusedDecodeParams& p) {
   const int64_t pairs = p.num_tokens * p.top_k;
   return fused_decode_config_index(p.num_tokens, pairs, pairs * p.num_local_experts / p.num_experts,
-                                   ceil_div(pairs, p.num_experts), p.intermediate_size);
+                                   ceil_div(pairs, p.num_experts), p.hidden_size,
+                                   p.intermediate_size);
 }
 
 inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) {

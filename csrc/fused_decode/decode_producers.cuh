@@ -2,6 +2,7 @@
 // walk the same tiles and the same stages; a stage is full when both have delivered.
 #pragma once
 
+#include "decode_exchange.cuh"
 #include "decode_schedule.cuh"
 
 namespace moelora::fused_decode {
@@ -282,8 +283,7 @@ class TokenStream {
   // The rank vectors of one segment.
   __device__ __forceinline__ void wait_for_v(int segment_index, bool gate_up) {
     (gate_up ? gate_up_v : down_v).wait(segment_index, block.plan.segments, lane, [&](int i) {
-      const int rank = rank_of(block.lists.segments[i], gate_up);
-      return C::kDirect ? int{rank > 0} : shrink_tiles(k.p, rank, gate_up);
+      return shrink_tiles(k.p, rank_of(block.lists.segments[i], gate_up), gate_up);
     });
   }
 
@@ -368,35 +368,46 @@ class TokenStream {
         [&](int n) { return C::kDirect ? int(token_of(entries[n])) : n; });
   }
   // The rank vectors of every segment of a direct tile's items, 32 ranks side by side for each
-  // chunk; rows are tokens.
+  // chunk of a stage; rows are tokens. Four lanes a chunk.
   __device__ __forceinline__ void direct_expands(const Tile& tile) {
-    const T* v = static_cast<const T*>(k.down_v);
-    const int row = lane / 4, column = lane % 4 * 8;
     const int end = block.end_piece_segment(tile);
-    int chunk = 0;  // of the stage
-    for (int i = block.first_piece_segment(tile); i < end; i++) {
-      const Segment segment = block.lists.segments[i];
-      const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
-      const int rank = segment.down_rank;
-      if (rank == 0) continue;
-      wait_for_v(i, false);
-      for (int first = 0; first < rank; first += kExpandColumns) {
-        if (chunk == 0) block.ring.wait_empty(at);
-        const int n = segment.begin + row;
-        if (row < segment.count && first + column < (rank + 15) / 16 * 16) {
-          const int pair = pair_of(entries[n]);
-          ptx::cp_async_16(block.ring.tokens + at.stage * C::kTokenBytes +
-                               int(token_of(entries[n])) * token_pitch(C::kDownColumns) +
-                               (chunk * kExpandColumns + column) * 2,
-                           v + pair * k.down_v_ranks + first + column, 16);
-        }
-        if (++chunk == C::kDirectChunks) {
-          end_stage();
-          chunk = 0;
-        }
+    for (int first_chunk = 0;; first_chunk += C::kDirectChunks) {
+      int chunk = first_chunk + lane / 4, i = block.first_piece_segment(tile);
+      Segment segment = {};
+      for (; i < end; i++) {
+        segment = block.lists.segments[i];
+        const int chunks = ceil_div_int(segment.down_rank, kExpandColumns);
+        if (chunk < chunks) break;
+        chunk -= chunks;
       }
+      if (!__any_sync(~0u, i < end)) return;
+      block.ring.wait_empty(at);
+      copy_vectors(segment, chunk * kExpandColumns + lane % 4 * 8, i < end);
+      ptx::mbarrier_arrive(block.ring.tokens_full(at));
+      at.advance(block.ring.stages);
     }
-    if (chunk > 0) end_stage();
+  }
+  // Copies the lane's 8 ranks of a segment's vectors, again until they have been written.
+  __device__ __forceinline__ void copy_vectors(const Segment& segment, int rank, bool has_chunk) {
+    const int rows =
+        has_chunk && rank < (segment.down_rank + 15) / 16 * 16 ? int{segment.count} : 0;
+    const uint32_t* entries =
+        block.lists.entries + (rows > 0 ? block.item(segment.item).start + segment.begin : 0);
+    const T* v = static_cast<const T*>(k.down_v) + rank;
+    const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes + lane * 16;
+    bool written;
+    do {
+      for (int n = 0; n < rows; n++) {
+        ptx::cp_async_16(dst + token_of(entries[n]) * token_pitch(C::kDownColumns),
+                         v + pair_of(entries[n]) * k.down_v_ranks, 16);
+      }
+      ptx::cp_async_wait_all();
+      written = true;
+      for (int n = 0; n < rows; n++) {
+        const uint32_t row = dst + token_of(entries[n]) * token_pitch(C::kDownColumns);
+        written = written && is_written(ptx::load_shared_16(row));
+      }
+    } while (!__all_sync(~0u, written));
   }
   // The rank vectors of every segment of an item into its rows of the expand stages: gate's ranks,
   // then (gate_up) up's. Ranks beyond the slot's, up to the next multiple of 16, are zeros in

@@ -1,8 +1,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
 #include "../common/launch.h"
-#include "../common/ptx.cuh"
+#include "decode_exchange.cuh"
 #include "decode_layout.h"
 #include "fused_decode.h"
 #include "fused_decode_launch.h"
@@ -11,26 +13,36 @@ namespace moelora {
 namespace fused_decode {
 namespace {
 
-// One block: zeroes the call's counters. A kernel, not a memset, so that the chain of dependent
-// launches is not broken.
-__global__ void __launch_bounds__(512) reset_counters_kernel(uint32_t* counters, int count) {
+constexpr int kResetThreads = 512;
+
+// One of each a thread: zeroes the call's counters, and marks 16 bytes that blocks will exchange as
+// unwritten. A kernel, not a memset, so that the chain of dependent launches is not broken.
+__global__ void __launch_bounds__(kResetThreads)
+    reset_kernel(uint32_t* counters, int num_counters, uint4* exchange, int num_exchange) {
+  const int i = blockIdx.x * kResetThreads + threadIdx.x;
   ptx::launch_dependents();
   ptx::wait_for_previous_kernel();
-  for (int i = threadIdx.x; i < count; i += 512) counters[i] = 0;
+  if (i < num_counters) counters[i] = 0;
+  if (i < num_exchange) exchange[i] = make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten);
 }
 
 }  // namespace
 
 void launch_with_config(const FusedDecodeParams& p, int config_index, cudaStream_t stream) {
   if (p.num_tokens == 0) return;
+  const Workspace w = workspace_layout(p, config_index);
+  char* const workspace = static_cast<char*>(p.workspace_ptr);
+  const bool direct = kFusedDecodeConfigs[config_index].direct;
+  const int num_exchange = direct ? static_cast<int>((w.bytes - w.gate_up_v) / 16) : 0;
   LaunchConfig reset;
-  reset.grid = dim3(1);
-  reset.block = dim3(512);
+  reset.grid =
+      dim3(static_cast<unsigned>(ceil_div(std::max(w.num_counters, num_exchange), kResetThreads)));
+  reset.block = dim3(kResetThreads);
   reset.stream = stream;
   reset.dependent = true;
-  launch_kernel("fused_decode: counters", reset_counters_kernel, reset,
-                static_cast<uint32_t*>(p.workspace_ptr),
-                int{workspace_layout(p, config_index).num_counters});
+  launch_kernel("fused_decode: reset", reset_kernel, reset, reinterpret_cast<uint32_t*>(workspace),
+                int{w.num_counters}, reinterpret_cast<uint4*>(workspace + w.gate_up_v),
+                int{num_exchange});
   if (p.dtype == DType::kBFloat16) {
     Launcher<__nv_bfloat16>::launch(p, config_index, stream);
   } else {

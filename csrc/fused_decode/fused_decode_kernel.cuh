@@ -21,8 +21,7 @@ class Consumer {
         group(group),
         thread(thread),
         warp(thread / 32),
-        lane(thread % 32),
-        gate_up_parts(k.gate_up_v_ready) {}
+        lane(thread % 32) {}
 
   __device__ __forceinline__ void run() {
     for (int n = group;; n += kConsumerGroups) {
@@ -60,7 +59,6 @@ class Consumer {
   float* const sums;
   const int group, thread, warp, lane;
   RingCursor at;
-  ReadyCounters gate_up_parts;
 
   __device__ __forceinline__ void group_barrier() const {
     ptx::named_barrier(1 + group, kGroupThreads);
@@ -75,62 +73,46 @@ class Consumer {
     group_barrier();
     if (thread == 0) ptx::add_release(counter);
   }
-  // The same; whether the group is the last of `count` to do so. Then it may read what the others
-  // stored.
-  __device__ __forceinline__ bool publish_last(uint32_t* counter, int count) const {
-    group_barrier();
-    const bool last = thread == 0 && ptx::add_acquire_release(counter) + 1 == count;
-    return ptx::named_barrier_or(1 + group, kGroupThreads, last);
-  }
 
   __device__ __forceinline__ void finish_shrink(const Tile& tile) const {
     const bool gate_up = is_gate_up(tile.kind);
     const Segment segment = block.lists.segments[tile.index];
     const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
     if constexpr (C::kDirect) {
-      store_gate_up_part<C>(k, sums, tile, segment, entries, thread);
+      send_gate_up_part<C>(k, sums, tile, segment, entries, thread);
+      group_barrier();
     } else {
       store_rank_vectors<C, T>(k, sums, gate_up, tile.block, segment, entries, thread);
+      publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index);
     }
-    publish((gate_up ? k.gate_up_v_ready : k.down_v_ready) + tile.index);
   }
   __device__ __forceinline__ void finish_gate_up(const Tile& tile, DirectLora<C, T>& lora) {
     const Item item = block.item(tile.index);
-    const bool has_lora =
-        C::kDirect && block.first_segment(tile.index) < block.end_segment(tile.index);
-    if constexpr (C::kDirect) {
-      if (has_lora && k.gate_up_rank > 0) {
-        if (thread < 32) wait_for_gate_up_parts(tile.index);
-        group_barrier();
+    const uint32_t* entries = block.lists.entries + item.start;
+    if constexpr (!C::kDirect) {
+      store_z<C, T>(k, sums, tile.block, item, entries, thread);
+      publish(k.z_ready + tile.index);
+    } else {
+      const int first = block.first_segment(tile.index), end = block.end_segment(tile.index);
+      if (first < end && k.gate_up_rank > 0) {
         lora.load_gate_up_vectors(sums, thread);
         group_barrier();
         lora.add_gate_up(sums, thread);
         group_barrier();
       }
-    }
-    store_z<C, T>(k, sums, tile.block, item, block.lists.entries + item.start, thread);
-    if constexpr (C::kDirect) {
-      if (has_lora && k.down_rank > 0) {
+      store_z<C, T>(k, sums, tile.block, item, entries, thread);
+      const bool has_down = first < end && k.down_rank > 0;
+      if (has_down) {
         group_barrier();
-        lora.store_down_parts(sums, thread);
-        if (!publish_last(k.z_ready + tile.index, block.plan.gate_up_blocks)) return;
-        for (int i = block.first_segment(tile.index); i < block.end_segment(tile.index); i++) {
-          const Segment segment = block.lists.segments[i];
-          if (segment.down_rank == 0) continue;
-          store_down_vectors<C, T>(k, block, segment, thread);
-          publish(k.down_v_ready + i);
-        }
-        return;
+        lora.send_down_parts(sums, thread);
       }
-    }
-    publish(k.z_ready + tile.index);
-  }
-  // One warp, in direct tiles.
-  __device__ __forceinline__ void wait_for_gate_up_parts(int item_index) {
-    for (int i = block.first_segment(item_index); i < block.end_segment(item_index); i++) {
-      gate_up_parts.wait(i, block.plan.segments, lane, [&](int at) {
-        return shrink_tiles(k.p, block.lists.segments[at].gate_up_rank, true) * C::kShrinkParts;
-      });
+      publish(k.z_ready + tile.index);
+      if (!has_down || tile.block < block.plan.gate_up_blocks - 1) return;
+      // The parts are of tiles with smaller numbers, so nobody waits for them in vain.
+      for (int i = first; i < end; i++) {
+        const Segment segment = block.lists.segments[i];
+        if (segment.down_rank > 0) send_down_vectors<C, T>(k, block, segment, thread);
+      }
     }
   }
 

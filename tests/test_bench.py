@@ -1,14 +1,9 @@
 """What of `moelora.bench` needs no GPU: the grouped_mm composition against the oracle, and the lines it prints."""
 
-import importlib.util
-import sys
-import types
-
 import pytest
 import torch
 from layer_cases import make
 
-from moelora.bench import peers
 from moelora.bench.__main__ import HEADER, line, parse
 from moelora.bench.grouped_mm import GroupedAdapters, grouped_mm_layer
 from moelora.reference import moe_lora_reference
@@ -68,63 +63,10 @@ def test_a_peer_that_does_not_run_says_why_in_one_line():
     assert line(RESULT, "vllm", None).endswith("vllm  vllm: not installed")
 
 
-@pytest.fixture
-def fake_vllm(monkeypatch):
-    """A package of vLLM's name whose `fused_experts` is the one that it is called with."""
-
-    def install(**attributes):
-        name = "vllm"
-        for part in ("", ".model_executor", ".layers", ".fused_moe", ".fused_moe"):
-            name += part
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        vars(sys.modules[name]).update(attributes)
-        peers._vllm.cache_clear()
-
-    yield install
-    peers._vllm.cache_clear()
-
-
-def call_vllm(tokens=5, num_experts=SHAPE.experts, adapters=0):
-    layer, _, _ = make(tokens, "cpu", torch.bfloat16, SHAPE)
-    return layer, peers.vllm_layer(*layer.arguments, num_experts=num_experts, adapters=adapters)
-
-
-def test_vllm_gets_the_layer_as_it_is(fake_vllm):
-    fake_vllm(fused_experts=moe_lora_reference)
-    layer, out = call_vllm()
-    assert torch.equal(out, moe_lora_reference(*layer.arguments))
-
-
-def test_what_vllm_is_not_asked_for(fake_vllm):
-    fake_vllm(fused_experts=moe_lora_reference)
-    with pytest.raises(peers.Refused, match="only lines without adapters"):
-        call_vllm(adapters=1)
-    with pytest.raises(peers.Refused, match="all experts local"):
-        call_vllm(num_experts=2 * SHAPE.experts)
-
-
-def test_a_vllm_of_another_interface_is_one_line(fake_vllm):
-    def other(*_):
-        raise TypeError("missing\nsecond line")
-
-    fake_vllm(fused_experts=other)
-    assert peers.missing("vllm") is None
-    with pytest.raises(TypeError) as caught:
-        call_vllm()
-    assert peers.one_line(caught.value) == "TypeError: missing"
-    fake_vllm()
-    assert "AttributeError" in peers.missing("vllm") and "fused_experts" in peers.missing("vllm")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
-def test_a_missing_vllm_is_not_installed():
-    assert peers.missing("vllm") == "not installed"
-    assert peers.missing("grouped_mm") is None
-
-
 def test_arguments():
     args = parse(["--adapters", "0", "4x32m", "--workspace-limit", "512"])
     assert [str(adapters) for adapters in args.adapters] == ["none", "4 x r32 + base"]
+    assert args.systems == ["auto", "grouped_mm", "vllm", "sglang"]
     assert args.workspace_limit == 512 and args.pace == "turns"
     with pytest.raises(SystemExit):
         parse(["--adapters", "4y32"])

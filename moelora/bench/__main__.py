@@ -1,4 +1,5 @@
-"""Times the MoE-LoRA layer: moelora's paths beside the grouped_mm composition, with the floor and the error.
+"""Times the MoE-LoRA layer: moelora's paths beside the grouped_mm composition, with the floor and the error; and where
+they are installed, vLLM's and SGLang's Triton MoE-LoRA.
 
 Every line is one shape, token count and set of adapters. All systems run the same data in CUDA graphs over several
 layers with weights of their own (so that nothing stays in L2), taking turns; medians. A result that disagrees with
@@ -47,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--adapters", nargs="+", type=adapters_argument, default=[Adapters(0, 0), Adapters(1, 16)], metavar="NxR",
         help="0: none; 1x16: one of rank 16; 4x32m: four of rank 32 mixed with rows that have none",
     )  # fmt: skip
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["auto", "grouped_mm", "vllm"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["auto", "grouped_mm", *FOREIGN])
     parser.add_argument(
         "--workspace-limit", type=float, metavar="MiB", help="moelora's workspace_limit_bytes; default: none"
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import moelora
 from moelora.bench.grouped_mm import GroupedAdapters, grouped_mm_layer
-from moelora.bench.peers import vllm_layer
+from moelora.bench.peers_sglang import SglangLayer
+from moelora.bench.peers_vllm import VllmLayer
 from moelora.bench.shapes import Adapters, BenchShape, floor_us, routing
 from moelora.lora import MoELoRA
 from moelora.reference import moe_lora_reference
@@ -95,6 +96,8 @@ class Problem:
         # Captured graphs write these, so they live as long as the problem; a peer's results are its graph's own.
         self.outs = [torch.empty_like(self.x) for _ in self.layers]
         self.results = list(self.outs)
+        # What a peer prepares once per step and once per layer at load, by system: made in its first eager call.
+        self.peers: dict[str, VllmLayer | SglangLayer] = {}
 
     def floor_us(self) -> float:
         floors = [floor_us(self.shape, layer.topk_ids, self.adapters, self.adapter_ids) for layer in self.layers]
@@ -139,11 +142,14 @@ def _grouped_mm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _vllm(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
-    return vllm_layer(
-        problem.x, layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, num_experts=problem.shape.num_experts,
-        adapters=problem.adapters.count,
-    )  # fmt: skip
+def _peer(system: str, make: type[VllmLayer] | type[SglangLayer]) -> Callable:
+    def run(problem: Problem, layer: BenchLayer, out: Tensor) -> Tensor:
+        if system not in problem.peers:
+            problem.peers[system] = make(problem.shape.num_experts, problem.adapter_ids, problem.adapters.count)
+        arguments = (layer.w13, layer.w2, layer.topk_weights, layer.topk_ids, layer.lora)
+        return problem.peers[system](problem.x, *arguments)
+
+    return run
 
 
 SYSTEMS: dict[str, Callable] = {
@@ -151,5 +157,6 @@ SYSTEMS: dict[str, Callable] = {
     "single": _moelora("single"),
     "two": _moelora("two"),
     "grouped_mm": _grouped_mm,
-    "vllm": _vllm,
+    "vllm": _peer("vllm", VllmLayer),
+    "sglang": _peer("sglang", SglangLayer),
 }

@@ -33,6 +33,7 @@ from moelora.testing.inputs import LayerInputs, Shape, poisoned_memory, random_a
 # (shape, tokens): one token, an odd tail in every size, more rows than a tile, one expert with everything.
 LAYERS = (
     (Shape(64, 40, 8, 3), 1),
+    (Shape(136, 104, 8, 8), 4),
     (Shape(136, 24, 5, 2), 17),
     (Shape(512, 256, 16, 4), 64),
     (Shape(256, 104, 1, 1), 300),

@@ -83,10 +83,11 @@ def test_forms_of_the_stacks(device, dtype, shared_a, shared_outer, ranks, token
             check(layer, lora, adapter_ids)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 11])
 @pytest.mark.parametrize("part", ["gate_up", "down"])
-def test_adapters_of_one_part(device, dtype, part):
+def test_adapters_of_one_part(device, dtype, part, tokens):
     """J08: the other part has none"""
-    layer, lora, adapter_ids = make(11, device, dtype)
+    layer, lora, adapter_ids = make(tokens, device, dtype)
     gate_up, down = split_lora(lora)
     check(layer, gate_up if part == "gate_up" else down, adapter_ids)
 

@@ -95,8 +95,20 @@ REAL_SIZES = [(2880, 2880), (2880, 360), (2688, 1856), (2048, 96), (4096, 224), 
 def test_sizes_of_real_models(device, dtype, hidden, inter):
     """C07: per-process sizes that are no multiple of a tile; the result has width H"""
     experts = 8 if torch.device(device).type == "cuda" else 2
-    layer, lora, adapter_ids = make(3, device, dtype, Shape(hidden, inter, experts, 2), slots=1)
-    assert check(layer, lora, adapter_ids).shape == (3, hidden)
+    for tokens in (1, 3):
+        layer, lora, adapter_ids = make(tokens, device, dtype, Shape(hidden, inter, experts, 2), slots=1)
+        assert check(layer, lora, adapter_ids).shape == (tokens, hidden)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 40, 31), (1, 40, 32), (1, 40, 33), (2, 32, 16), (3, 32, 8),
+                                                         (3, 40, 11), (4, 32, 8), (4, 3, 3), (5, 32, 8)])  # fmt: skip
+@pytest.mark.parametrize("ranks", [None, [(48, 48), (5, 0), (0, 17), (16, 33)]])
+def test_few_tokens_with_adapters_of_their_own(device, dtype, tokens, experts, top_k, ranks):
+    """A16: both sides of 32 pairs and of four tokens, several pieces of experts, every slot of another rank"""
+    shape = Shape(512, 256, experts, top_k)
+    layer, lora, adapter_ids = make(tokens, device, dtype, shape, slots=4, rank=48, ranks=ranks)
+    check(layer, lora, adapter_ids)
+    check(layer, lora, torch.arange(tokens, dtype=torch.int32, device=device) % 4)
 
 
 @pytest.mark.parametrize(("hidden", "inter"), [(8, 8), (8, 136), (136, 8), (24, 104), (200, 72)])

@@ -40,7 +40,7 @@ def check_sum(parts, layer, lora, adapter_ids, **options):
 
 @pytest.mark.parametrize("shared_outer", [False, True])
 @pytest.mark.parametrize("bounds", [[0, 4, 8], [0, 1, 2, 8], [0, 8], list(range(9))])
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 4, 33])
 def test_expert_parallel_ranks_add_up(device, dtype, tokens, bounds, shared_outer):
     """F02, F06: even and uneven splits; with a shared outer matrix each pair is still counted once"""
     layer, lora, adapter_ids = make(tokens, device, dtype, shared_outer=shared_outer)

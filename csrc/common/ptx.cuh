@@ -73,7 +73,7 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int b
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
-// Closes the group of this thread's cp.async copies since the last commit.
+// Waits for all of this thread's cp.async copies.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
@@ -85,6 +85,7 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t src) {
                : "memory");
   return v;
 }
+// Closes the group of this thread's cp.async copies since the last commit.
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -37,7 +37,8 @@ __device__ __forceinline__ void send_down_vectors(const KernelParams& k, const B
                                                   const Segment& segment, int thread) {
   constexpr int kBatch = 8, kSharers = 8;
   const uint32_t* entries = block.lists.entries + block.item(segment.item).start + segment.begin;
-  const int parts = block.plan.gate_up_blocks, steps = k.down_v_ranks / 16, lane = thread % 32;
+  const int parts = block.plan.gate_up_blocks, lane = thread % 32;
+  const int steps = padded_rank(segment.down_rank) / 16;
   const float scale = k.p.scaling_ptr == nullptr ? 1.0f : k.p.scaling_ptr[3 * segment.slot + 2];
   // The last warp first: the first is still telling of z.
   for (int at = kGroupWarps - 1 - thread / 32; at < segment.count * steps; at += kGroupWarps) {
@@ -104,9 +105,8 @@ class DirectLora {
         }
       }
     }
-    if (k->down_rank > 0 && thread < segment.count * k->down_v_ranks) {
-      load_down_a(segment, thread % k->down_v_ranks, a);
-    }
+    const int ranks = padded_rank(segment.down_rank);
+    if (thread < segment.count * ranks) load_down_a(segment, thread % ranks, a);
   }
 
   // The sums of all parts, scaled and rounded, to shared memory: fp32 [tokens, 2, kMaxRank].
@@ -160,9 +160,9 @@ class DirectLora {
   // A times the tile's columns of z.
   __device__ __forceinline__ void send_down_parts(const float* sums, int thread) const {
     const float* z = sums + C::kSumFloats;
-    const int ranks = k->down_v_ranks;
     for (int i = first; i < end; i++) {
       const Segment segment = block->lists.segments[i];
+      const int ranks = padded_rank(segment.down_rank);
       for (int at = thread; at < segment.count * ranks; at += kGroupThreads) {
         const int n = segment.begin + at / ranks, rank = at % ranks;
         uint4 row[2] = {a[0], a[1]};
@@ -173,8 +173,8 @@ class DirectLora {
           if (rank >= segment.down_rank || !inside(half)) break;
           sum += dot8<T>(row[half], z + n * kColumns + half * 8);
         }
-        send(k->down_parts + (pair(n) * block->plan.gate_up_blocks + tile.block) * ranks + rank,
-             __float_as_uint(sum));
+        const int part = pair(n) * block->plan.gate_up_blocks + tile.block;
+        send(k->down_parts + part * k->down_v_ranks + rank, __float_as_uint(sum));
       }
     }
   }

@@ -1,8 +1,10 @@
 // How blocks hand each other the rank vectors of direct tiles: in 32-bit words that are their own
 // flags. The reset kernel fills them with kUnwritten, which nothing is stored as, and whoever needs
-// a word reads it until it is something else. A counter takes three more trips to memory (a fence,
-// the counter, the values behind it), a microsecond each while the memory is busy. Only for a few
-// KB: each word is cleared for a call, and read again and again.
+// a word reads it until it is something else; words never tear, so that cp.async past L1 is as good
+// a read as any, if what it brought is looked at. A counter takes three more trips to memory (a
+// fence, the counter, the values behind it), a microsecond each while the memory is busy. Every
+// word is cleared for a call, and may be read again and again, so z, which all blocks read, has
+// counters.
 #pragma once
 
 #include "../common/ptx.cuh"

@@ -164,9 +164,11 @@ constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
 // fp32 sums [pieces, T, H], then rank vectors [P, 2, R1 rounded up to 16] (gate, up; scaled) and
 // [P, R2 rounded up to 16]. Direct tiles have, in place of the first, the fp32 sums [P, parts, 2,
 // R1 rounded up] by part of the columns, and those of the second last: [P, gate_up tiles, R2
-// rounded up]; there all words from the rank vectors on begin as kUnwritten (decode_exchange.cuh).
+// rounded up]; there all these, `exchange_bytes` from gate_up_v on, begin as kUnwritten
+// (decode_exchange.cuh).
 struct Workspace {
   int64_t counters, z, y, gate_up_v, down_v, down_parts, bytes;  // byte offsets
+  int64_t exchange_bytes;
   int32_t num_counters, max_items, max_segments;
 };
 
@@ -200,7 +202,8 @@ constexpr uint32_t token_scale_of(int top_k) {
 static_assert(kMaxPairs * kMaxTopK <= 1 << 20, "token_of() is exact");
 
 // Counters: next ticket; then by item: gate_up tiles done; by segment: gate_up shrink tiles done;
-// by segment: down shrink tiles done; by row block: direct tiles done.
+// by segment: down shrink tiles done (neither where tiles are direct); by row block of direct
+// tiles: pieces done.
 constexpr int kTicketCounter = 0, kItemCounters = 1;
 
 inline bool has_gate_up_lora(const FusedDecodeParams& p) {
@@ -224,7 +227,7 @@ inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) 
   const bool lora = has_gate_up_lora(p) || has_down_lora(p);
   Workspace w = {};
   w.max_items = static_cast<int32_t>(max_items(pairs, p.num_local_experts, config.max_tokens));
-  w.max_segments = lora ? static_cast<int32_t>(pairs) : 0;
+  w.max_segments = lora && !config.direct ? static_cast<int32_t>(pairs) : 0;
   w.num_counters = kItemCounters + w.max_items + 2 * w.max_segments;
   if (config.direct) {
     w.num_counters += static_cast<int32_t>(ceil_div(p.hidden_size, config.down_rows));
@@ -247,6 +250,7 @@ inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) 
   if (config.direct && has_down_lora(p)) {
     w.bytes += 4 * down_vectors * ceil_div(p.intermediate_size, config.gate_up_rows / 2);
   }
+  w.exchange_bytes = config.direct ? w.bytes - w.gate_up_v : 0;
   return w;
 }
 

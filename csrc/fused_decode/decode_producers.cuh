@@ -257,11 +257,11 @@ class TokenStream {
           break;
         case TileKind::kDown:
           down(tile.index);
-          expands(tile.index, false);
+          if (!C::kDirect) expands(tile.index, false);
           break;
         case TileKind::kDirectDown:
           for (int i = block.first_item(tile); i < block.end_item(tile); i++) down(i);
-          direct_expands(tile);
+          if (C::kDirect) direct_expands(tile);
           break;
       }
     }
@@ -370,6 +370,7 @@ class TokenStream {
   // The rank vectors of every segment of a direct tile's items, 32 ranks side by side for each
   // chunk of a stage; rows are tokens. Four lanes a chunk.
   __device__ __forceinline__ void direct_expands(const Tile& tile) {
+    static_assert(!C::kDirect || C::kDirectChunks * 4 == 32, "a stage's chunks take all lanes");
     const int end = block.end_piece_segment(tile);
     for (int first_chunk = 0;; first_chunk += C::kDirectChunks) {
       int chunk = first_chunk + lane / 4, i = block.first_piece_segment(tile);
@@ -389,8 +390,7 @@ class TokenStream {
   }
   // Copies the lane's 8 ranks of a segment's vectors, again until they have been written.
   __device__ __forceinline__ void copy_vectors(const Segment& segment, int rank, bool has_chunk) {
-    const int rows =
-        has_chunk && rank < (segment.down_rank + 15) / 16 * 16 ? int{segment.count} : 0;
+    const int rows = has_chunk && rank < padded_rank(segment.down_rank) ? int{segment.count} : 0;
     const uint32_t* entries =
         block.lists.entries + (rows > 0 ? block.item(segment.item).start + segment.begin : 0);
     const T* v = static_cast<const T*>(k.down_v) + rank;
@@ -425,7 +425,7 @@ class TokenStream {
       if (rank == 0) continue;
       wait_for_v(i, gate_up);
       for (int first = 0; first < rank; first += kExpandColumns) {
-        const int width = min((rank - first + 15) / 16 * 16, kExpandColumns);
+        const int width = min(padded_rank(rank - first), kExpandColumns);
         const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes +
                              component * (kExpandColumns * 2) + chunk * 16;
         block.ring.wait_empty(at);

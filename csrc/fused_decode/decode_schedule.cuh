@@ -182,6 +182,8 @@ struct Block {
 __device__ __forceinline__ int rank_of(const Segment& segment, bool gate_up) {
   return gate_up ? segment.gate_up_rank : segment.down_rank;
 }
+// Ranks of a vector in memory: zeros from the slot's rank on.
+__device__ __forceinline__ int padded_rank(int rank) { return (rank + 15) / 16 * 16; }
 // Calls body with the number of 8-token blocks as a compile-time constant.
 template <int kValue>
 struct Constant {

@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kResetThreads = 512;
 
-// One of each a thread: zeroes the call's counters, and marks 16 bytes that blocks will exchange as
-// unwritten. A kernel, not a memset, so that the chain of dependent launches is not broken.
+// Zeroes the call's counters and marks the words that blocks will exchange as unwritten: a counter
+// and 16 bytes a thread. A kernel, not a memset, so that the chain of dependent launches is not
+// broken.
 __global__ void __launch_bounds__(kResetThreads)
     reset_kernel(uint32_t* counters, int num_counters, uint4* exchange, int num_exchange) {
   const int i = blockIdx.x * kResetThreads + threadIdx.x;
@@ -32,8 +33,7 @@ void launch_with_config(const FusedDecodeParams& p, int config_index, cudaStream
   if (p.num_tokens == 0) return;
   const Workspace w = workspace_layout(p, config_index);
   char* const workspace = static_cast<char*>(p.workspace_ptr);
-  const bool direct = kFusedDecodeConfigs[config_index].direct;
-  const int num_exchange = direct ? static_cast<int>((w.bytes - w.gate_up_v) / 16) : 0;
+  const int num_exchange = static_cast<int>(w.exchange_bytes / 16);
   LaunchConfig reset;
   reset.grid =
       dim3(static_cast<unsigned>(ceil_div(std::max(w.num_counters, num_exchange), kResetThreads)));

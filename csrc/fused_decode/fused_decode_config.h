@@ -23,7 +23,8 @@ struct FusedDecodeConfig {
 // everywhere; comparisons hold. Stages are 16 KB: 32 KB ones were 1-3 % slower in the prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // Up to four tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
-    // direct. S1 T=1: 24.1 / 30.8; with 32 KB in flight 25.7 / 31.1, with the ring 25.4 / 35.6.
+    // direct. S1 T=1: 24.1 / 30.8 (22.8 / 27.4 by now); with 32 KB in flight 25.7 / 31.1, with the
+    // ring 25.4 / 35.6.
     {"rows32_direct", 32, 256, 16, 256, 4, true, 48 << 10},
     // Few tiles: S3 T=4: - / 88.0, 128 rows - / 95.5; S2 T=16: 52.1 / 55.5, 128 rows 53.1 / 56.8;
     // S1 T=4: 72.3 / 76.3, 128 rows 72.4 / 76.8. With the ring in flight S3 T=4: - / 92.1.
@@ -45,9 +46,10 @@ constexpr int kDirectConfig = 0;
 // Pairs that one warp can list (decode_warp_lists.cuh); direct configurations have no other lists.
 constexpr int kMaxWarpPairs = 32;
 
-// Elements of weights up to which three or four tokens are direct as well. S2 T=4, 38 million:
-// 21.2 / 25.1, else 22.7 / 25.9; S3 T=4, 176 million: 88.9 / 97.8, else 82.7 / 84.8.
-constexpr int64_t kMaxDirectWeights = 40'000'000;
+// Tokens that are always direct, and elements of weights up to which three or four are as well. S2
+// T=4, 38 million: 21.2 / 25.1, else 22.7 / 25.9; S3 T=4, 176 million: 88.9 / 97.8, else 82.7
+// / 84.8.
+constexpr int64_t kAlwaysDirectTokens = 2, kMaxDirectWeights = 40'000'000;
 
 // num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
 // expected_rows: rows an expert gets on average.
@@ -56,7 +58,7 @@ constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, i
                                         int64_t intermediate_size) {
   if (num_pairs <= kMaxWarpPairs && num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens) {
     const int64_t weights = 3 * local_pairs * hidden_size * intermediate_size;
-    if (num_tokens <= 2 || weights <= kMaxDirectWeights) return kDirectConfig;
+    if (num_tokens <= kAlwaysDirectTokens || weights <= kMaxDirectWeights) return kDirectConfig;
   }
   if (expected_rows > 8) return 3;
   // At most about three gate_up tiles of 128 rows an SM: smaller ones balance better.

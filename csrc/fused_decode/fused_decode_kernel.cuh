@@ -9,7 +9,7 @@
 namespace moelora::fused_decode {
 
 // One consumer group: takes every second tile of the block, multiplies, stores, and tells the other
-// blocks through the counters.
+// blocks through counters, or words that are their own flags.
 template <class C, class T>
 class Consumer {
  public:
@@ -225,7 +225,8 @@ class Consumer {
 };
 
 // One persistent block: builds the lists, then works through tickets until none is left.
-// Any grid size is right; one block an SM is meant. Counters must be zero at the start.
+// Any grid size is right; one block an SM is meant. At the start counters must be zero, and the
+// words of the exchange unwritten.
 template <int kConfigIndex, class T>
 __global__ void __launch_bounds__(kThreads, 1)
     fused_decode_kernel(const __grid_constant__ TensorMaps maps,

@@ -100,8 +100,10 @@ def test_sizes_of_real_models(device, dtype, hidden, inter):
         assert check(layer, lora, adapter_ids).shape == (tokens, hidden)
 
 
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 40, 31), (1, 40, 32), (1, 40, 33), (2, 32, 16), (3, 32, 8),
-                                                         (3, 40, 11), (4, 32, 8), (4, 3, 3), (5, 32, 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 40, 31), (1, 40, 32), (2, 32, 16), (3, 32, 8), (3, 40, 11), (4, 32, 8), (4, 3, 3), (5, 32, 8)],
+)
 @pytest.mark.parametrize("ranks", [None, [(48, 48), (5, 0), (0, 17), (16, 33)]])
 def test_few_tokens_with_adapters_of_their_own(device, dtype, tokens, experts, top_k, ranks):
     """A16: both sides of 32 pairs and of four tokens, several pieces of experts, every slot of another rank"""

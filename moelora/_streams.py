@@ -7,6 +7,7 @@ import torch
 
 _ENVIRONMENT = "MOELORA_TWO_STREAM_MAX_TOKENS"
 _DEFAULT_MAX_TOKENS = 256
+_TORCH_STREAMS = 32  # which torch hands out in turn, again and again
 
 
 class SideStream(NamedTuple):
@@ -59,6 +60,20 @@ def two_stream_max_tokens() -> int:
     return _two_stream_max_tokens
 
 
+def _unused_stream(caller: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream that is not `caller`, nor any caller's side stream as long as torch has such a one."""
+    taken = {side.stream for (device, _), side in list(_side_streams.items()) if device == caller.device_index}
+    unused = None
+    for _ in range(_TORCH_STREAMS):
+        stream = torch.cuda.Stream(caller.device)
+        if stream.cuda_stream == caller.cuda_stream:
+            continue
+        unused = stream
+        if stream.cuda_stream not in taken:
+            break
+    return unused
+
+
 def side_stream(device: torch.device) -> SideStream:
     """The side stream that belongs to `device` and the caller's current stream there; made once, also inside a capture.
 
@@ -69,7 +84,7 @@ def side_stream(device: torch.device) -> SideStream:
     found = _side_streams.get(key)
     if found is None:
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device)
+            stream = _unused_stream(caller)
             events = (torch.cuda.Event(), torch.cuda.Event())
             for event in events:
                 # A torch event has no handle before its first record; on the side stream it orders nothing.

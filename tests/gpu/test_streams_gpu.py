@@ -100,7 +100,7 @@ def test_current_stream_is_honoured(device, mode):
 
 
 def test_each_caller_stream_has_a_side_stream_of_its_own(device):
-    """torch hands out the same 32 streams again and again: no caller is its own side stream, and 31 are nobody else's"""
+    """torch hands out the same 32 streams again and again: none is its own side stream, and 31 are nobody else's"""
     sides = {}
     for _ in range(100):
         caller = torch.cuda.Stream()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # compute-sanitizer over moelora.check (every op and forward on awkward shapes) and over the GPU tests.
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
-# Without PYTEST_ARGS only moelora.check runs: on an H200 four minutes under memcheck, two under initcheck, over ten under
-# racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 8 -v -m "not slow"`; -v, so that a run
-# that is cut off has named what failed). On two H200s, beside benchmarks and a soak, 12 workers did 2,579 of the 2,760 tests in
-# nine minutes under memcheck, and 12 others 1,831 under initcheck; the rest of memcheck's failed as 17 processes under the tools,
-# four of them racecheck's, took all the memory of one card.
+# Without PYTEST_ARGS only moelora.check runs: on an H200 that does nothing else, half a minute under memcheck or initcheck; over ten
+# minutes under racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 5 -v -m "not slow"`; -v, so
+# that a run that is cut off has named what failed). Five workers, alone on a card, do about two tests a second under initcheck, and
+# more workers no more. Under these tools, and only there, a process keeps what a call has allocated, its output and its workspace
+# (test_eager_calls_do_not_grow_memory sees 537 MB for 200 calls and fails), so that seven workers can fill the card. Why is not
+# known; the tools may hold the Python frames that they show in a backtrace.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.
 # memcheck leaves out errors of the API: one test asks for more memory than there is, and says so.
 # memcheck looks at this library's kernels only, which makes it about twice as fast.

@@ -10,6 +10,10 @@ import importlib
 import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
 
 
 class Refused(Exception):
@@ -49,6 +53,17 @@ def refusing(package: str) -> Iterator[None]:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise Refused("not installed") from None
         raise Refused(f"{package} {_version(package)}: {one_line(error)}") from error
+
+
+def imported(modules: dict[str, str]) -> SimpleNamespace:
+    """What is called of a package, by name; `modules` has the module of each."""
+    return SimpleNamespace(**{name: getattr(importlib.import_module(module), name) for name, module in modules.items()})
+
+
+def local_experts(num_experts: int, local: int, device: torch.device) -> Tensor:
+    """int32 [num_experts]: the place of each expert of the model among the `local` first, -1 for those of others."""
+    places = torch.arange(num_experts, dtype=torch.int32, device=device)
+    return places.masked_fill_(places >= local, -1)
 
 
 def _version(package: str) -> str:

@@ -12,14 +12,13 @@ buffers hold A of gate and up apart, so an A that both share is there twice.
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from moelora.bench.peers import refusing
+from moelora.bench.peers import imported, local_experts, refusing
 from moelora.lora import MoELoRA
 
 
@@ -45,9 +44,7 @@ def interface() -> SimpleNamespace:
         "LoRAInfo": "sglang.srt.lora.lora_moe_runners",
     }
     with refusing("sglang"):
-        sglang = SimpleNamespace(
-            **{name: getattr(importlib.import_module(module), name) for name, module in places.items()}
-        )
+        sglang = imported(places)
         if not sglang.get_context().is_config_namespace_published("exec"):
             sglang.publish(sglang.ServerArgs(model_path="dummy"), role="test", ranks=sglang.SpawnRanks(world_rank=0))
             sglang.get_parallel().override_permanently(tp_group=None)
@@ -80,8 +77,7 @@ class SglangLayer:
         if self.num_experts > local:
             # SGLang's dispatcher maps ids to local ones in every layer, by a table that it makes at load.
             if self.places is None:
-                places = torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
-                self.places = places.masked_fill_(places >= local, -1)
+                self.places = local_experts(self.num_experts, local, x.device)
             topk_ids = self.places[topk_ids]
         with refusing("sglang"):
             config = sglang.MoeRunnerConfig(

@@ -11,14 +11,13 @@ once per step, the list of the adapters in the batch, and once per layer at load
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from moelora.bench.peers import refusing
+from moelora.bench.peers import imported, local_experts, refusing
 from moelora.lora import MoELoRA
 
 
@@ -43,9 +42,7 @@ def interface() -> SimpleNamespace:
         "envs": "vllm",
     }
     with refusing("vllm"):
-        return SimpleNamespace(
-            **{name: getattr(importlib.import_module(module), name) for name, module in places.items()}
-        )
+        return imported(places)
 
 
 class VllmLayer:
@@ -78,9 +75,8 @@ class VllmLayer:
         """
         vllm, local = interface(), w13.shape[0]
         if self.num_experts > local and self.expert_map is None:
-            # vLLM makes it at load: the place of each expert of the model, -1 for those of other ranks.
-            places = torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
-            self.expert_map = places.masked_fill_(places >= local, -1)
+            # vLLM makes it at load.
+            self.expert_map = local_experts(self.num_experts, local, x.device)
         with refusing("vllm"):
             if lora is None:
                 return vllm.fused_experts(

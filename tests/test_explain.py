@@ -31,7 +31,8 @@ def test_paths_by_token_count():
 
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(512, "tokens144"), (2048, "tokens192"), (4096, "tokens256"), (8192, "rows256"), (16384, "tokens256")],
+    [(512, "tokens144"), (2048, "tokens192"), (3072, "tokens256"), (6144, "tokens256")]
+    + [(tokens, "pairs") for tokens in (4096, 8192, 12288, 16384, 32768)],
 )
 def test_prefill_tiles_by_rows_an_expert(tokens, config):
     assert config in explain(tokens)

@@ -2,11 +2,11 @@
 # compute-sanitizer over moelora.check (every op and forward on awkward shapes) and over the GPU tests.
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
 # Without PYTEST_ARGS only moelora.check runs: on an H200 that does nothing else, half a minute under memcheck or initcheck; over ten
-# minutes under racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 5 -v -m "not slow"`; -v, so
-# that a run that is cut off has named what failed). Five workers, alone on a card, do about two tests a second under initcheck, and
-# more workers no more. Under these tools, and only there, a process keeps what a call has allocated, its output and its workspace
-# (test_eager_calls_do_not_grow_memory sees 537 MB for 200 calls and fails), so that seven workers can fill the card. Why is not
-# known; the tools may hold the Python frames that they show in a backtrace.
+# minutes under racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 6 -v -m "not slow"`; -v, so
+# that a run that is cut off has named what failed). Six workers, alone on a card, do about four tests a second under memcheck, and
+# more workers no more; under initcheck two, and a test of streams or graphs a minute, for it makes many reports (see below).
+# No backtraces: where the tool keeps them, a process keeps what each call has allocated, its output and its workspace, which
+# test_eager_calls_do_not_grow_memory sees, and which fills the card.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.
 # memcheck leaves out errors of the API: one test asks for more memory than there is, and says so.
 # memcheck looks at this library's kernels only, which makes it about twice as fast.
@@ -17,7 +17,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 tool=$1
 shift
-options=(--tool "$tool" --error-exitcode 9)
+options=(--tool "$tool" --error-exitcode 9 --show-backtrace no)
 if [ "$tool" = memcheck ]; then options+=(--report-api-errors no --kernel-name kns=moelora); fi
 if [ "$tool" = racecheck ]; then
   for kernel in fused_decode_kernel prefill_gemm cutlass; do

@@ -45,13 +45,31 @@ def test_ranks_at_a_real_models_sizes(device, dtype, tokens, rank):
     check(layer, lora, adapter_ids)
 
 
-@pytest.mark.parametrize("tokens", [257, 600, 1000, 2100])
+@pytest.mark.parametrize("tokens", [257, 600, 1000, 1500, 2100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tile_shape_of_prefill(device, dtype, tokens, layout):
-    """C07: 65, 150, 250 and 525 rows an expert pick one each; sizes that are no multiple of any of them"""
+    """C07: 65, 150 and 375 rows an expert pick one each, 250 and 525 one or two pairs; sizes that are no multiple"""
     layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 8, 2), rank=24)
     activation = ACTIVATIONS[LAYOUTS.index(layout)]
     check(layer, lora, adapter_ids, gate_up_layout=layout, activation=activation, **layer.biases)
+
+
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_pairs_of_tiles_that_differ(device, dtype, shared_a):
+    """Rows for no tile, one step, and just one or two pairs; nine adapters in one tile of a pair, none in the other"""
+    rows = [1, 16, 17, 0, 288, 289, 576, 577, 236]
+    layer, lora, adapter_ids = make(
+        sum(rows), device, dtype, Shape(136, 200, len(rows), 1), slots=9, rank=40, shared_a=shared_a
+    )
+    ids = torch.arange(len(rows), device=device, dtype=torch.int32).repeat_interleave(torch.tensor(rows, device=device))
+    assert "pairs" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    # Sorted by slot, the base rows of expert 4 fill one tile; expert 5 has no adapter at all.
+    adapter_ids[ids == 4] = torch.cat([torch.full((200,), -1), torch.arange(88) % 9]).to(adapter_ids)
+    adapter_ids[ids == 5] = -1
+    shuffled = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).to(device)
+    layer = layer.with_(topk_ids=ids[shuffled, None].contiguous())
+    check(layer, lora, adapter_ids[shuffled])
+    assert torch.equal(run(layer, lora, adapter_ids[shuffled]), run(layer, lora, adapter_ids[shuffled]))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1024])

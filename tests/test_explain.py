@@ -22,16 +22,37 @@ def explain(tokens, device="meta", **options):
     return moelora.explain(*layer, **options)
 
 
+def lora(slots):
+    def empty(*shape):
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    return moelora.MoELoRA(
+        gate_up_a=empty(slots, E, 2 * 16, H),
+        gate_up_b=empty(slots, E, 2 * I, 16),
+        down_a=empty(slots, E, 16, I),
+        down_b=empty(slots, E, H, 16),
+    )
+
+
 def test_paths_by_token_count():
     assert explain(256).startswith("fused_decode (")
-    assert explain(257).startswith("fused_prefill (")
+    assert explain(512).startswith("fused_decode (rows128_tokens48")
+    assert explain(513).startswith("fused_prefill (")
     assert explain(257, stream_mode="single").startswith("decomposed (")
     assert "do_finalize" in explain(257, do_finalize=False)
 
 
+@pytest.mark.parametrize(("slots", "path"), [(1, "fused_decode"), (2, "fused_prefill")])
+def test_several_adapters_leave_the_one_kernel_path_at_256_tokens(slots, path):
+    adapters = {"lora": lora(slots), "adapter_ids": torch.empty(512, device="meta", dtype=torch.int32)}
+    assert explain(512, **adapters).startswith(path)
+    adapters["adapter_ids"] = adapters["adapter_ids"][:256]
+    assert explain(256, **adapters).startswith("fused_decode")
+
+
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(512, "tokens144"), (2048, "tokens192"), (3072, "tokens256"), (6144, "tokens256")]
+    [(513, "tokens144"), (2048, "tokens192"), (3072, "tokens256"), (6144, "tokens256")]
     + [(tokens, "pairs") for tokens in (4096, 8192, 12288, 16384, 32768)],
 )
 def test_prefill_tiles_by_rows_an_expert(tokens, config):

@@ -45,6 +45,35 @@ def test_ranks_at_a_real_models_sizes(device, dtype, tokens, rank):
     check(layer, lora, adapter_ids)
 
 
+@pytest.mark.parametrize("tokens", [256, 257, 300, 400, 512, 513])
+def test_few_rows_an_expert_with_one_adapter(device, dtype, tokens):
+    """On both sides of every bound between the one kernel and the prefill path, for all rows and for some"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, MODEL_SHAPES["qwen3_30b_a3b"], slots=1, rank=16)
+    check(layer, lora, adapter_ids)
+    check(layer, lora, torch.zeros_like(adapter_ids))
+
+
+@pytest.mark.parametrize("rows", [[47, 48, 49, 97, 0, 15], [1, 33, 200, 3, 1, 18]])
+@pytest.mark.parametrize("slots", [1, 40])
+def test_lists_of_about_48_rows(device, dtype, rows, slots):
+    """Lists that are cut or just not, of one adapter's rows and of many's; up to 256 tokens take any adapters"""
+    layer, lora, adapter_ids = make(256, device, dtype, Shape(136, 200, len(rows), 1), slots=slots, rank=24)
+    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    ids = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows))
+    ids = ids[torch.randperm(256, generator=torch.Generator().manual_seed(0))].to(device)
+    layer = layer.with_(topk_ids=ids[:, None].contiguous())
+    check(layer)
+    check(layer, lora, adapter_ids)
+
+
+@pytest.mark.parametrize("tokens", [256, 512])
+def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens):
+    """4,096 pairs, 32 rows an expert"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=1, rank=8)
+    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    check(layer, lora, adapter_ids)
+
+
 @pytest.mark.parametrize("tokens", [257, 600, 1000, 1500, 2100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tile_shape_of_prefill(device, dtype, tokens, layout):

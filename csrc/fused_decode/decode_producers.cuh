@@ -8,14 +8,16 @@
 namespace moelora::fused_decode {
 
 // One warp, in direct configurations, while another one makes the lists: has L2 fetch a stage of
-// the gate_up tile of this block's number, which is some block's first one. Lane i looks at pair i;
-// an expert's place in the lists is how many pairs go to smaller ones, unless two share one.
+// the gate_up tile of this block's number, which is some block's first one of its kind. Lane i
+// looks at pair i; an expert's place in the lists is how many pairs go to smaller ones, unless two
+// share one.
 template <class C>
 __device__ __forceinline__ void prefetch_first_tile(const KernelParams& k, const TensorMaps& maps,
                                                     int lane) {
-  const int pairs = k.num_pairs();
+  static_assert(C::kDirect && C::kGateUpColumns > 64, "at most 32 pairs, and the wider maps");
+  const int pairs = k.num_pairs(), token = k.token_of(lane);
   uint32_t expert = UINT32_MAX;
-  if (lane < pairs) expert = local_expert(k.p, lane / k.p.top_k, lane % k.p.top_k);
+  if (lane < pairs) expert = local_expert(k.p, token, lane - token * k.p.top_k);
   int smaller = 0;
   for (int i = 0; i < pairs; i++) smaller += __shfl_sync(~0u, expert, i) < expert;
   const int blocks = ceil_div_int(int(k.p.intermediate_size), C::kGateUpRows / 2);

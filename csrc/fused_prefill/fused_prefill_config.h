@@ -38,6 +38,7 @@ constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
 constexpr int kNumFusedPrefillConfigs = 4;
 
 constexpr int kPairsConfig = 3;
+static_assert(kFusedPrefillConfigs[kPairsConfig].cluster == 2);
 
 // Whether experts of about this many rows fill pairs of tiles to three quarters or more; some have
 // a sixteenth more than the mean.

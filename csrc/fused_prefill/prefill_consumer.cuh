@@ -120,15 +120,15 @@ class Consumer {
   __device__ __forceinline__ uint32_t empty() const {
     return base_ + Tile::kEmptyAt + 8 * at_.stage;
   }
-  // This warp is done with a stage, as far as each block of the cluster is concerned: weights for
-  // both may take its place.
+  // This warp is done with a stage: tells this block, and then the cluster's other one, whose
+  // weights may take its place too. In this order, so that the other block cannot come round to the
+  // stage again before this block knows.
   __device__ __forceinline__ void release(uint32_t empty_barrier) const {
+    if (group_.lane != 0) return;
+    ptx::mbarrier_arrive(empty_barrier);
     if constexpr (Tile::kCluster > 1) {
-      if (group_.lane < Tile::kCluster) {
-        sm90::mbarrier_arrive_remote(sm90::address_of_rank(empty_barrier, group_.lane));
-      }
-    } else if (group_.lane == 0) {
-      ptx::mbarrier_arrive(empty_barrier);
+      const uint32_t other = sm90::cluster_rank() ^ 1;
+      sm90::mbarrier_arrive_remote(sm90::address_of_rank(empty_barrier, other));
     }
   }
   __device__ __forceinline__ uint64_t weights() const {

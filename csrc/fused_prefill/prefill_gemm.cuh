@@ -10,15 +10,16 @@ namespace moelora::fused_prefill {
 template <int kCluster>
 __device__ __forceinline__ void cluster_barrier() {
   if constexpr (kCluster > 1) {
+    __syncwarp();  // the cluster's barrier wants whole warps
     sm90::cluster_sync();
   } else {
     __syncthreads();
   }
 }
 
-// Persistent: any grid size up to the items that the tile list has room for is right, one block an
-// SM is meant. Blocks take items by ticket; an item is a block of weight rows times one token tile,
-// and weights are the M operand, so that tokens are padded to 16 only.
+// Persistent: any grid of whole clusters, up to the items that the tile list has room for, is
+// right, one block an SM is meant. Blocks take items by ticket; an item is a block of weight rows
+// times one token tile, and weights are the M operand, so that tokens are padded to 16 only.
 //   gate_up: z[row, :] = act(W13[e] x[row_token[row]] + b + B v[row]) for every row of the tile
 //   down:    y[row, :] = W2[e] z[row] + b + B v[row]
 // down starts while gate_up's last items run, on SMs that have none left: its tiles wait for their
@@ -71,10 +72,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
         .run();
   }
   // Until then the other block writes here, and arrives at barriers.
-  if (Tile::kCluster > 1) {
-    __syncwarp();
-    cluster_barrier<Tile::kCluster>();
-  }
+  if (Tile::kCluster > 1) cluster_barrier<Tile::kCluster>();
   // So that who waits for this kernel has waited for the ones before it too.
   ptx::wait_for_previous_kernel();
 }

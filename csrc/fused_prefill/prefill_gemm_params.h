@@ -17,8 +17,8 @@ constexpr int kQueueEntries = 4;  // items known to a block at once
 // under way, so that a few are soon enough; a block can have as few as seven items.
 constexpr int kStoredItems = 4;
 constexpr int kQueueBytes = kQueueEntries * (32 + 16);
-// Tickets on their way to the other block of a cluster, whose ring holds the first block back: at
-// most a ring of items of one stage each, and three that are fetched ahead.
+// Room for tickets on their way to the other block of a cluster. Its ring holds the first block
+// back, which is never further ahead than a ring of items of one stage each and three fetched ones.
 constexpr int kMailEntries = 8;
 constexpr int kMailBytes = kMailEntries * (8 + 4);
 constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;

@@ -168,7 +168,8 @@ __device__ __forceinline__ void store_async_4(uint32_t remote, int32_t value,
       "r"(value), "r"(remote_barrier)
       : "memory");
 }
-// Without an explicit scope of the cluster, which would put a fence of all memory before it.
+// Of the block's scope, not the cluster's, which would put a fence of all memory before it: what it
+// tells of is reads that are complete (wgmma's, waited for), and no data is handed over.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
 }

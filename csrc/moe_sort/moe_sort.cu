@@ -8,7 +8,8 @@ namespace {
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// `words` of dynamic shared memory; above 48 KiB a kernel has to be told first.
+// `words` of dynamic shared memory; above 48 KiB a kernel has to be told first. Dependent, the op's
+// first kernel too: each waits before it reads or writes anything.
 template <class Kernel, class... Args>
 void launch_sort_kernel(Kernel kernel, unsigned blocks, int64_t threads, int64_t words,
                         void* stream, const Args&... args) {

@@ -83,22 +83,28 @@ def test_every_tile_shape_of_prefill(device, dtype, tokens, layout):
     check(layer, lora, adapter_ids, gate_up_layout=layout, activation=activation, **layer.biases)
 
 
-@pytest.mark.parametrize("shared_a", [False, True])
-def test_pairs_of_tiles_that_differ(device, dtype, shared_a):
+@pytest.mark.parametrize("form", ["own", "shared_a", "shared_outer"])
+def test_pairs_of_tiles_that_differ(device, dtype, form):
     """Rows for no tile, one step, and just one or two pairs; nine adapters in one tile of a pair, none in the other"""
     rows = [1, 16, 17, 0, 288, 289, 576, 577, 236]
-    layer, lora, adapter_ids = make(
-        sum(rows), device, dtype, Shape(136, 200, len(rows), 1), slots=9, rank=40, shared_a=shared_a
-    )
+    # More items than clusters, so that items follow each other; the last weight blocks lie half outside.
+    shape = Shape(3080, 2056, len(rows), 1)
+    options = {} if form == "own" else {form: True}
+    layer, lora, adapter_ids = make(sum(rows), device, dtype, shape, slots=9, rank=40, **options)
     ids = torch.arange(len(rows), device=device, dtype=torch.int32).repeat_interleave(torch.tensor(rows, device=device))
-    assert "pairs" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "pairs" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
     # Sorted by slot, the base rows of expert 4 fill one tile; expert 5 has no adapter at all.
     adapter_ids[ids == 4] = torch.cat([torch.full((200,), -1), torch.arange(88) % 9]).to(adapter_ids)
     adapter_ids[ids == 5] = -1
     shuffled = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).to(device)
     layer = layer.with_(topk_ids=ids[shuffled, None].contiguous())
-    check(layer, lora, adapter_ids[shuffled])
-    assert torch.equal(run(layer, lora, adapter_ids[shuffled]), run(layer, lora, adapter_ids[shuffled]))
+    adapter_ids = adapter_ids[shuffled]
+    check(layer, lora, adapter_ids)
+    check(layer, lora, adapter_ids, apply_router_weight_on_input=True, **layer.biases)
+    assert torch.equal(run(layer, lora, adapter_ids), run(layer, lora, adapter_ids))
+    nowhere = layer.with_(topk_ids=torch.full_like(layer.topk_ids, -1))
+    assert not run(nowhere, lora, adapter_ids).any()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1024])

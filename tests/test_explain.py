@@ -22,15 +22,15 @@ def explain(tokens, device="meta", **options):
     return moelora.explain(*layer, **options)
 
 
-def lora(slots):
+def lora(slots, rank):
     def empty(*shape):
         return torch.empty(shape, device="meta", dtype=torch.bfloat16)
 
     return moelora.MoELoRA(
-        gate_up_a=empty(slots, E, 2 * 16, H),
-        gate_up_b=empty(slots, E, 2 * I, 16),
-        down_a=empty(slots, E, 16, I),
-        down_b=empty(slots, E, H, 16),
+        gate_up_a=empty(slots, E, 2 * rank, H),
+        gate_up_b=empty(slots, E, 2 * I, rank),
+        down_a=empty(slots, E, rank, I),
+        down_b=empty(slots, E, H, rank),
     )
 
 
@@ -42,10 +42,10 @@ def test_paths_by_token_count():
     assert "do_finalize" in explain(257, do_finalize=False)
 
 
-@pytest.mark.parametrize(("slots", "path"), [(1, "fused_decode"), (2, "fused_prefill")])
-def test_several_adapters_leave_the_one_kernel_path_at_256_tokens(slots, path):
-    adapters = {"lora": lora(slots), "adapter_ids": torch.empty(512, device="meta", dtype=torch.int32)}
-    assert explain(512, **adapters).startswith(path)
+@pytest.mark.parametrize(("slots", "rank", "path"), [(1, 16, "decode"), (1, 24, "prefill"), (2, 16, "prefill")])
+def test_more_adapters_leave_the_one_kernel_path_at_256_tokens(slots, rank, path):
+    adapters = {"lora": lora(slots, rank), "adapter_ids": torch.empty(512, device="meta", dtype=torch.int32)}
+    assert explain(512, **adapters).startswith(f"fused_{path}")
     adapters["adapter_ids"] = adapters["adapter_ids"][:256]
     assert explain(256, **adapters).startswith("fused_decode")
 

@@ -7,32 +7,6 @@
 
 namespace moelora::fused_decode {
 
-// One warp, in direct configurations, while another one makes the lists: has L2 fetch a stage of
-// the gate_up tile of this block's number, which is some block's first one of its kind. Lane i
-// looks at pair i; an expert's place in the lists is how many pairs go to smaller ones, unless two
-// share one.
-template <class C>
-__device__ __forceinline__ void prefetch_first_tile(const KernelParams& k, const TensorMaps& maps,
-                                                    int lane) {
-  static_assert(C::kDirect && C::kGateUpColumns > 64, "at most 32 pairs, and the wider maps");
-  const int pairs = k.num_pairs(), token = k.token_of(lane);
-  uint32_t expert = UINT32_MAX;
-  if (lane < pairs) expert = local_expert(k.p, token, lane - token * k.p.top_k);
-  int smaller = 0;
-  for (int i = 0; i < pairs; i++) smaller += __shfl_sync(~0u, expert, i) < expert;
-  const int blocks = ceil_div_int(int(k.p.intermediate_size), C::kGateUpRows / 2);
-  const int place = blockIdx.x / blocks;
-  if (expert >= static_cast<uint32_t>(k.p.num_local_experts) || smaller != place) return;
-  const int first = (blockIdx.x - place * blocks) * (C::kGateUpRows / 16);
-  if (k.w13_expert_blocks > 0) {
-    ptx::prefetch_box_5d(&maps.w13, 0, 0, 0, expert * k.w13_expert_blocks + first, 0);
-  } else {
-    for (int c = 0; c < C::kGateUpColumns; c += 64) {
-      ptx::prefetch_box_5d(&maps.w13, c, 0, 0, first, expert);
-    }
-  }
-}
-
 // One lane. Takes tickets, announces tiles, streams weights and adapter matrices. It waits for
 // stages of its own block only, never for another block's results.
 template <class C>

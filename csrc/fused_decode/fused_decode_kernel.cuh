@@ -283,9 +283,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   // starts.
   ptx::launch_dependents();
 
-  if constexpr (C::kDirect) {
-    if (warp == kTokenWarp) prefetch_first_tile<C>(k, maps, lane);
-  }
   // The first ticket's latency hides behind the lists.
   int ticket = 0;
   if (warp == kWeightWarp && lane == 0) {

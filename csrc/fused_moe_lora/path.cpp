@@ -31,7 +31,8 @@ const char* needs_decomposed(const LayerParams& layer) {
 bool has_few_rows(const LayerParams& layer) {
   const int64_t rows = layer.expected_rows();
   return layer.num_tokens > kDecodeMaxTokens && layer.num_tokens <= kFewRowsMaxTokens &&
-         layer.slots.num_slots <= 1 && rows >= kFewRowsMin && rows <= kFewRowsMax;
+         rows >= kFewRowsMin && rows <= kFewRowsMax && layer.slots.num_slots <= 1 &&
+         std::max(layer.gate_up.rank, layer.down.rank) <= kFewRowsMaxRank;
 }
 
 }  // namespace

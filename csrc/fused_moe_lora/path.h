@@ -23,11 +23,11 @@ struct PathChoice {
 };
 
 // Tokens up to which the fused decode path is the fastest (benchmarks/results/), and up to which it
-// is with at most one adapter slot and so many rows an expert on average. (Rows of several adapters
-// cost it more than the prefill path: S1 T=512 with four of rank 32 and base rows 418 µs; and of
-// fewer rows S3 T=512 has 16, 690 µs against 675.)
+// is with so many rows an expert on average, and no more than one adapter slot of no more than this
+// rank. (More adapters cost it more than the prefill path: S1 T=512 with four of rank 32 and base
+// rows 418 µs; and of fewer rows S3 T=512 has 16, 690 µs against 675.)
 constexpr int64_t kDecodeMaxTokens = 256, kFewRowsMaxTokens = 512;
-constexpr int64_t kFewRowsMin = 17, kFewRowsMax = 32;
+constexpr int64_t kFewRowsMin = 17, kFewRowsMax = 32, kFewRowsMaxRank = 16;
 
 PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90);
 

@@ -50,6 +50,12 @@ def test_more_adapters_leave_the_one_kernel_path_at_256_tokens(slots, rank, path
     assert explain(256, **adapters).startswith("fused_decode")
 
 
+@pytest.mark.parametrize(("experts", "path"), [(128, "decode"), (240, "decode"), (256, "prefill")])
+def test_rows_an_expert_decide_above_256_tokens(experts, path):
+    """32, 18 and 16, over all experts, of which 128 are local."""
+    assert explain(512, num_experts=experts).startswith(f"fused_{path}")
+
+
 @pytest.mark.parametrize(
     ("tokens", "config"),
     [(513, "tokens144_stages6"), (2048, "tokens192_stages5"), (3072, "tokens256_stages4"), (6144, "tokens256_stages4")]

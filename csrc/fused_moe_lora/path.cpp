@@ -84,7 +84,7 @@ PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90) {
     if (reason == nullptr) return {Path::kFusedDecode, "few tokens"};
     return {Path::kDecomposed, reason};
   }
-  if (has_few_rows(layer) &&
+  if (sm90 && has_few_rows(layer) &&
       fused_decode_unsupported(fused_decode_params(layer, nullptr)) == nullptr) {
     return {Path::kFusedDecode, "few rows an expert"};
   }

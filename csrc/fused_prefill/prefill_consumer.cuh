@@ -189,6 +189,8 @@ class Consumer {
     } else if (units == 1) {
       issue_steps<N, 1>(acc);
       sm90::wgmma_wait<0>();
+    } else {
+      __syncwarp();  // all have seen the stage before lane 0 hands it back
     }
     pin<N>(acc);
     release(empty());

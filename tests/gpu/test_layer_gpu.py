@@ -66,10 +66,18 @@ def test_lists_of_about_48_rows(device, dtype, rows, slots):
     check(layer, lora, adapter_ids)
 
 
-@pytest.mark.parametrize("tokens", [256, 512])
-def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens):
-    """4,096 pairs, 32 rows an expert"""
-    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=1, rank=8)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_48_rows_in_every_layout(device, dtype, layout):
+    layer, lora, adapter_ids = make(100, device, dtype, Shape(136, 200, 4, 1), rank=24)
+    options = {"gate_up_layout": layout, "activation": ACTIVATIONS[LAYOUTS.index(layout)], **layer.biases}
+    check(layer, lora, adapter_ids, **options)
+    check(layer, lora, adapter_ids, apply_router_weight_on_input=True, **options)
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(256, 1), (256, 64), (512, 1)])
+def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens, slots):
+    """4,096 pairs, 32 rows an expert; of 64 adapters more than 2,048 (expert, adapter) runs"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=slots, rank=8)
     assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
     check(layer, lora, adapter_ids)
 

@@ -31,8 +31,8 @@ constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
     // tokens 504; T=6144 797, in pairs 822.
     {"tokens256_stages4", 128, 256, 4, 1},
     // Fewer bytes from L2 per flop, where an expert's rows fill pairs of tiles well: S1 T=4096 560
-    // against 608, T=8192 1025 against 1060, T=16384 1957 against 1978; S3 T=8192 1120 against
-    // 1247.
+    // against 608, T=16384 1957 against 1978, S3 T=8192 1120 against 1247; and S1 T=8192 1025, each
+    // block on its own 1045.
     {"rows256_tokens144_pairs", 256, 144, 4, 2},
 };
 constexpr int kNumFusedPrefillConfigs = 4;

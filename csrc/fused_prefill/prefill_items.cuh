@@ -93,11 +93,11 @@ class TicketMail {
 
 // Fetches items for one thread: each step of the chain (ticket, tile record) is asked for one item
 // ahead of the next, so that no latency is waited for (the second block of a cluster waits for what
-// the first one sends as it gets there). Items in order: all weight blocks of a token
-// tile (of a cluster's tiles) before the next, so that a tile's rows and an expert's weights are in
-// L2 while several blocks want them. A cluster's first item is its own index (there are not more
-// clusters than items there can be); the counter starts at 0. Each block of a cluster does the tile
-// of its rank.
+// the first one sends as it gets there). Items in order: all weight blocks of a token tile, or of a
+// cluster's tiles, before the next, so that a tile's rows and an expert's weights are in L2 while
+// several blocks want them. A cluster's first item is its own index (there are not more clusters
+// than items there can be); the counter starts at 0. Each block of a cluster does the tile of its
+// rank.
 template <int kCluster>
 class ItemFetcher {
  public:

@@ -30,13 +30,16 @@ from moelora.reference import (
 from moelora.testing.errors import BOUNDS, row_errors
 from moelora.testing.inputs import LayerInputs, Shape, poisoned_memory, random_adapter_ids, random_layer, random_lora
 
-# (shape, tokens): one token, an odd tail in every size, more rows than a tile, one expert with everything.
+# (shape, tokens): one token, an odd tail in every size, more rows than a tile, one expert with everything, rows for the
+# widest tiles of few tokens and for pairs of tiles of many.
 LAYERS = (
     (Shape(64, 40, 8, 3), 1),
     (Shape(136, 104, 8, 8), 4),
     (Shape(136, 24, 5, 2), 17),
     (Shape(512, 256, 16, 4), 64),
+    (Shape(136, 104, 4, 1), 100),
     (Shape(256, 104, 1, 1), 300),
+    (Shape(136, 104, 4, 2), 500),
     (Shape(512, 256, 16, 4), 700),
 )
 SLOTS, RANK = 3, 16

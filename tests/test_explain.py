@@ -22,19 +22,47 @@ def explain(tokens, device="meta", **options):
     return moelora.explain(*layer, **options)
 
 
+def lora(slots, rank):
+    def empty(*shape):
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    return moelora.MoELoRA(
+        gate_up_a=empty(slots, E, 2 * rank, H),
+        gate_up_b=empty(slots, E, 2 * I, rank),
+        down_a=empty(slots, E, rank, I),
+        down_b=empty(slots, E, H, rank),
+    )
+
+
 def test_paths_by_token_count():
     assert explain(256).startswith("fused_decode (")
-    assert explain(257).startswith("fused_prefill (")
+    assert explain(512).startswith("fused_decode (rows128_tokens48")
+    assert explain(513).startswith("fused_prefill (")
     assert explain(257, stream_mode="single").startswith("decomposed (")
     assert "do_finalize" in explain(257, do_finalize=False)
 
 
+@pytest.mark.parametrize(("slots", "rank", "path"), [(1, 16, "decode"), (1, 24, "prefill"), (2, 16, "prefill")])
+def test_more_adapters_leave_the_one_kernel_path_at_256_tokens(slots, rank, path):
+    adapters = {"lora": lora(slots, rank), "adapter_ids": torch.empty(512, device="meta", dtype=torch.int32)}
+    assert explain(512, **adapters).startswith(f"fused_{path}")
+    adapters["adapter_ids"] = adapters["adapter_ids"][:256]
+    assert explain(256, **adapters).startswith("fused_decode")
+
+
+@pytest.mark.parametrize(("experts", "path"), [(128, "decode"), (240, "decode"), (256, "prefill")])
+def test_rows_an_expert_decide_above_256_tokens(experts, path):
+    """32, 18 and 16, over all experts, of which 128 are local."""
+    assert explain(512, num_experts=experts).startswith(f"fused_{path}")
+
+
 @pytest.mark.parametrize(
     ("tokens", "config"),
-    [(512, "tokens144"), (2048, "tokens192"), (4096, "tokens256"), (8192, "rows256"), (16384, "tokens256")],
+    [(513, "tokens144_stages6"), (2048, "tokens192_stages5"), (3072, "tokens256_stages4"), (6144, "tokens256_stages4")]
+    + [(tokens, "rows256_tokens144_pairs") for tokens in (4096, 8192, 12288, 16384, 32768)],
 )
 def test_prefill_tiles_by_rows_an_expert(tokens, config):
-    assert config in explain(tokens)
+    assert f"({config}" in explain(tokens)
 
 
 def test_no_limit_cuts_only_what_needs_more_than_2_gib():

@@ -2,6 +2,8 @@
 // device read the same numbers.
 #pragma once
 
+#include <type_traits>
+
 #include "fused_decode.h"
 #include "fused_decode_config.h"
 
@@ -15,7 +17,7 @@ constexpr int kWeightWarp = kConsumerWarps;     // one lane streams weights (TMA
 constexpr int kTokenWarp = kConsumerWarps + 1;  // gathers token rows (cp.async)
 constexpr int kThreads = (kConsumerWarps + 2) * 32;
 
-constexpr int kMaxPairs = 2048;
+constexpr int kMaxPairs = 4096;
 constexpr int kMaxRank = 128;
 constexpr int kMaxSlots = 65535;  // slot 0xffff means none
 constexpr int kMaxStages = 24;
@@ -47,6 +49,7 @@ struct Tiles {
   static constexpr int kDownColumns = kConfig.down_columns;
   static constexpr int kMaxTokens = kConfig.max_tokens;
   static constexpr int kTokenBlocks = (kMaxTokens + 7) / 8;  // of the 8 columns of an mma
+  using TokenMask = std::conditional_t<(kMaxTokens > 32), uint64_t, uint32_t>;
   static constexpr bool kDirect = kConfig.direct;
   // An expand stage of a direct tile holds several chunks of 32 ranks, of one segment each.
   static constexpr int kDirectChunks = kDownColumns / kExpandColumns;
@@ -116,6 +119,17 @@ struct Segment {
   uint8_t begin, count;  // pairs, counted from the item's first
   uint8_t gate_up_rank, down_rank;
 };
+
+// What the prologue of all but direct configurations needs beside the lists, over the ring: see
+// Scratch in decode_lists.cuh.
+constexpr int kPlaceWords = kMaxPairs / 32;
+MOELORA_HOST_DEVICE constexpr int scratch_experts(int experts) {
+  return (experts + 127) / 128 * 128;
+}
+constexpr int scratch_bytes(int pairs, int experts) {
+  return 8 * kPlaceWords + 8 * scratch_experts(experts) +
+         (static_cast<int>(sizeof(Segment)) + 12) * pairs;
+}
 
 // What a direct down tile needs of an item: by token, the router weight (a repeated id's weights
 // added up) and whether the token chose this expert.

@@ -14,13 +14,14 @@ constexpr uint32_t kNoSlot = 0xffff;
 struct Item {
   int start, count, expert;
 };
+static_assert(kMaxPairs <= 1 << 12 && kMaxExperts <= 1 << 14, "an item fits a word");
 __device__ __forceinline__ uint32_t pack_item(int start, int count, int expert) {
-  return static_cast<uint32_t>(start) | static_cast<uint32_t>(count) << 11 |
-         static_cast<uint32_t>(expert) << 17;
+  return static_cast<uint32_t>(start) | static_cast<uint32_t>(count) << 12 |
+         static_cast<uint32_t>(expert) << 18;
 }
 __device__ __forceinline__ Item unpack_item(uint32_t word) {
-  return {static_cast<int>(word & 0x7ff), static_cast<int>(word >> 11 & 0x3f),
-          static_cast<int>(word >> 17)};
+  return {static_cast<int>(word & 0xfff), static_cast<int>(word >> 12 & 0x3f),
+          static_cast<int>(word >> 18)};
 }
 // Entries are slot << 16 | pair: sorting them sorts by slot, none last, then by pair.
 __device__ __forceinline__ int pair_of(uint32_t entry) { return static_cast<int>(entry & 0xffff); }
@@ -101,18 +102,16 @@ struct Lists {
 };
 // `begins` and `counts` are zeroed before.
 struct Scratch {
-  uint32_t* begins;       // [64] a bit for each entry that begins a segment
+  uint32_t* begins;       // [kPlaceWords] a bit for each entry that begins a segment
   uint32_t* counts;       // [experts rounded up to 128]
   uint32_t* bases;        // [the same] pack_base() of each expert
-  int* segments_before;   // [64] segments that begin before entry 32 i
+  int* segments_before;   // [kPlaceWords] segments that begin before entry 32 i
   Segment* segments;      // [P] by the place of their first entry
   uint32_t* keys;         // [P] unsorted entries
   uint32_t* places;       // [P] pack_place(), or kNotLocal
   uint16_t* token_slots;  // [T]
   uint16_t* token_ranks;  // [T] gate_up and down rank of the token's slot, a byte each
 };
-constexpr int kPlaceWords = kMaxPairs / 32;
-__device__ __forceinline__ int scratch_experts(int experts) { return (experts + 127) / 128 * 128; }
 __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int experts) {
   Scratch s;
   const int padded = scratch_experts(experts);
@@ -127,8 +126,6 @@ __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int e
   s.token_ranks = s.token_slots + pairs;
   return s;
 }
-constexpr int kMaxScratchBytes =
-    8 * kPlaceWords + 8 * kMaxExperts + (static_cast<int>(sizeof(Segment)) + 8 + 4) * kMaxPairs;
 // A pair's place in its expert's unsorted list.
 constexpr uint32_t kNotLocal = ~0u;
 __device__ __forceinline__ uint32_t pack_place(uint32_t place, uint32_t expert) {
@@ -247,12 +244,15 @@ __device__ __forceinline__ void sort_lists(const KernelParams& k, const Lists& l
 // Numbers the segments that sort_lists() has left, in the order of places.
 __device__ __forceinline__ void number_segments(const Lists& lists, const Scratch& s,
                                                 ListTotals& totals, int tid) {
-  static_assert(kPlaceWords == 2 * 32, "two words a lane");
+  static_assert(kPlaceWords == 4 * 32, "four words a lane");
   if (tid < 32) {
-    const uint2 begins = reinterpret_cast<const uint2*>(s.begins)[tid];
-    const int first = __popc(begins.x), second = __popc(begins.y);
-    const int through = static_cast<int>(warp_inclusive_sum(first + second, tid));
-    reinterpret_cast<int2*>(s.segments_before)[tid] = {through - second - first, through - second};
+    const uint4 begins = reinterpret_cast<const uint4*>(s.begins)[tid];
+    const int first = __popc(begins.x), second = __popc(begins.y), third = __popc(begins.z);
+    const int sum = first + second + third + __popc(begins.w);
+    const int through = static_cast<int>(warp_inclusive_sum(sum, tid));
+    const int before = through - sum;
+    reinterpret_cast<int4*>(s.segments_before)[tid] = {
+        before, before + first, before + first + second, before + first + second + third};
     if (tid == 31) {
       totals.segments = through;
       lists.first_segments[totals.items] = static_cast<uint16_t>(through);

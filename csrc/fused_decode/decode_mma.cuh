@@ -82,7 +82,7 @@ struct TileSums {
   // second.
   template <bool kGateUp>
   __device__ __forceinline__ void add_expand(uint32_t weights, uint32_t tokens, int ranks,
-                                             uint32_t token_mask, bool up_rows_first) {
+                                             typename C::TokenMask token_mask, bool up_rows_first) {
     const int row = first_row() + (lane & 15);
 #pragma unroll
     for (int k = 0; k < kExpandColumns; k += 16) {
@@ -105,7 +105,7 @@ struct TileSums {
                                      up_rows_first ? a[3] : 0, up_rows_first ? 0 : a[3]};
 #pragma unroll
         for (int n = 0; n < kBlocks; n++) {
-          const uint32_t wanted = token_mask >> (n * 8);
+          const uint32_t wanted = static_cast<uint32_t>(token_mask >> (n * 8));
           if ((wanted & 0xff) == 0) continue;
           float delta[4] = {0.0f, 0.0f, 0.0f, 0.0f};
           if constexpr (kGateUp) {

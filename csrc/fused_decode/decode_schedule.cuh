@@ -192,15 +192,17 @@ struct Constant {
 template <class C, class Body>
 __device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
   constexpr int kMost = C::kTokenBlocks;
-  static_assert(kMost == 1 || kMost == 2 || kMost == 4, "up to 8, 16 or 32 tokens a tile");
+  static_assert(kMost <= 2 || kMost == 4 || kMost == 6, "up to 8, 16, 32 or 48 tokens a tile");
   if constexpr (kMost == 1) {
     body(Constant<1>{});
   } else if constexpr (kMost == 2) {
     blocks == 1 ? body(Constant<1>{}) : body(Constant<2>{});
   } else if (blocks <= 2) {
     blocks == 1 ? body(Constant<1>{}) : body(Constant<2>{});
-  } else {
+  } else if (kMost == 4 || blocks <= 4) {
     blocks == 3 ? body(Constant<3>{}) : body(Constant<4>{});
+  } else if constexpr (kMost == 6) {
+    blocks == 5 ? body(Constant<5>{}) : body(Constant<6>{});
   }
 }
 __device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }

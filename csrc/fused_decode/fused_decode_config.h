@@ -35,6 +35,9 @@ constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
     // (prototype).
     {"rows128_tokens32", 128, 64, 128, 64, 32, false, 64 << 10},
+    // And the fused prefill path reads them at less than the full rate: S1 T=320 292 / 304, 32
+    // tokens 296 / 311, prefill 312 / 344; T=512 314 / 334, 376 / 406 and 318 / 351.
+    {"rows128_tokens48", 128, 64, 128, 64, 48, false, 64 << 10},
     // Not taken: a memset node instead of the reset kernel (1.5-2 slower everywhere); building the
     // lists before the reset is waited for, or once with no tokens before the wait, to warm the
     // instruction cache (no difference); issuing 2, 3 or 4 stages together (no difference).
@@ -60,6 +63,7 @@ constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, i
     const int64_t weights = 3 * local_pairs * hidden_size * intermediate_size;
     if (num_tokens <= kAlwaysDirectTokens || weights <= kMaxDirectWeights) return kDirectConfig;
   }
+  if (expected_rows > 16) return 4;
   if (expected_rows > 8) return 3;
   // At most about three gate_up tiles of 128 rows an SM: smaller ones balance better.
   return local_pairs * (2 * intermediate_size / 128) <= 384 ? 1 : 2;

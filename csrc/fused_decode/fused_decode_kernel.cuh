@@ -138,7 +138,8 @@ class Consumer {
     const int end = block.end_segment(item_index);
     for (int i = block.first_segment(item_index); i < end; i++) {
       const Segment segment = block.lists.segments[i];
-      const uint32_t mask = ~0u >> (32 - segment.count) << segment.begin;
+      using Mask = typename C::TokenMask;
+      const Mask mask = ~Mask{0} >> (8 * sizeof(Mask) - segment.count) << segment.begin;
       for (int ranks = rank_of(segment, kGateUp); ranks > 0; ranks -= kExpandColumns) {
         with_stage([&](uint32_t weights, uint32_t tokens) {
           tile_sums.template add_expand<kGateUp>(weights, tokens, ranks, mask, up_first);
@@ -273,7 +274,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   // The lists' scratch lies over the ring, which is still idle.
   uint8_t* scratch = shared + k.shared.weights;
-  static_assert(C::kDirect || kMaxScratchBytes <= kMinStages * (C::kWeightBytes + C::kTokenBytes));
   const bool one_warp_lists = C::kDirect || k.num_pairs() <= kMaxWarpPairs;
   if (tid == 0) totals = {};
   if (!one_warp_lists) clear_scratch(scratch, k.p.num_local_experts, tid);

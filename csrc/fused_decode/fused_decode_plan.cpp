@@ -8,18 +8,21 @@ namespace moelora {
 namespace fused_decode {
 namespace {
 
-// Stages of the ring that a configuration's lists leave room for.
-template <int... kIndices>
-int num_stages(const FusedDecodeParams& p, int config_index,
-               std::integer_sequence<int, kIndices...>) {
+// Whether a configuration's lists leave room for a ring, on which their scratch finds room too.
+template <class C>
+bool lists_fit(const FusedDecodeParams& p, int items) {
   const int pairs = static_cast<int>(p.num_tokens) * p.top_k;
-  const int items = workspace_layout(p, config_index).max_items;
   const bool lora = has_gate_up_lora(p) || has_down_lora(p);
-  int stages = 0;
-  ((stages +=
-    config_index == kIndices ? shared_layout<Tiles<kIndices>>(pairs, items, lora).stages : 0),
-   ...);
-  return stages;
+  const SharedLayout layout = shared_layout<C>(pairs, items, lora);
+  const int scratch = C::kDirect ? 0 : scratch_bytes(pairs, p.num_local_experts);
+  return layout.stages >= kMinStages &&
+         scratch <= layout.stages * (C::kWeightBytes + C::kTokenBytes);
+}
+template <int... kIndices>
+bool lists_fit(const FusedDecodeParams& p, int config_index,
+               std::integer_sequence<int, kIndices...>) {
+  const int items = workspace_layout(p, config_index).max_items;
+  return ((config_index == kIndices && lists_fit<Tiles<kIndices>>(p, items)) || ...);
 }
 
 bool is_multiple_of_8(int64_t value) { return value % 8 == 0; }
@@ -63,15 +66,15 @@ const char* fused_decode_unsupported(const FusedDecodeParams& p) {
   using namespace fused_decode;
   constexpr int64_t kMaxElements = int64_t{1} << 31;  // rows are addressed in 32 bits
   if (p.dtype == DType::kFloat32) return "the dtype is float32";
-  if (p.num_tokens * p.top_k > kMaxPairs) return "more than 2048 (token, expert) pairs";
+  if (p.num_tokens * p.top_k > kMaxPairs) return "more than 4096 (token, expert) pairs";
   if (p.num_local_experts > kMaxExperts) return "more than 1024 local experts";
   if (p.num_tokens * p.hidden_states_stride >= kMaxElements ||
       p.num_tokens * p.top_k * p.intermediate_size >= kMaxElements) {
     return "hidden_states or the intermediate rows span 2^31 elements or more";
   }
   if (const char* reason = unsupported_lora(p)) return reason;
-  if (num_stages(p, fused_decode::config_index(p),
-                 std::make_integer_sequence<int, kNumFusedDecodeConfigs>{}) < kMinStages) {
+  if (!lists_fit(p, fused_decode::config_index(p),
+                 std::make_integer_sequence<int, kNumFusedDecodeConfigs>{})) {
     return "the routing lists leave too little shared memory";
   }
   return nullptr;

@@ -28,6 +28,13 @@ const char* needs_decomposed(const LayerParams& layer) {
   return nullptr;
 }
 
+bool has_few_rows(const LayerParams& layer) {
+  const int64_t rows = layer.expected_rows();
+  return layer.num_tokens > kDecodeMaxTokens && layer.num_tokens <= kFewRowsMaxTokens &&
+         rows >= kFewRowsMin && rows <= kFewRowsMax && layer.slots.num_slots <= 1 &&
+         std::max(layer.gate_up.rank, layer.down.rank) <= kFewRowsMaxRank;
+}
+
 }  // namespace
 
 FusedDecodeParams fused_decode_params(const LayerParams& layer, void* workspace_ptr) {
@@ -77,6 +84,10 @@ PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90) {
     if (reason == nullptr) return {Path::kFusedDecode, "few tokens"};
     return {Path::kDecomposed, reason};
   }
+  if (sm90 && has_few_rows(layer) &&
+      fused_decode_unsupported(fused_decode_params(layer, nullptr)) == nullptr) {
+    return {Path::kFusedDecode, "few rows an expert"};
+  }
   if (!sm90) return {Path::kDecomposed, "the fused prefill kernels are for compute capability 9.0"};
   const char* reason = fused_prefill_unsupported(layer);
   if (reason == nullptr) return {Path::kFusedPrefill, "many tokens"};
@@ -89,11 +100,14 @@ int64_t layer_workspace_bytes(const LayerParams& layer, LayerPath path, bool cud
     const int64_t tokens = decomposed_chunk_tokens(layer, cuda, allowed);
     const int64_t bytes = plan_decomposed(layer_chunk(layer, 0, tokens), cuda).bytes;
     if (path == LayerPath::kDecomposed || !cuda || layer.num_tokens == 0) return bytes;
-    if (layer.num_tokens <= kDecodeMaxTokens) {
-      return std::max(bytes, fused_decode_workspace_bytes(fused_decode_params(layer, nullptr)));
+    const bool few_tokens = layer.num_tokens <= kDecodeMaxTokens;
+    int64_t most = bytes;
+    if (few_tokens || has_few_rows(layer)) {
+      most = std::max(most, fused_decode_workspace_bytes(fused_decode_params(layer, nullptr)));
     }
+    if (few_tokens) return most;
     const int64_t prefill_limit = allowed.value_or(kFusedPrefillWorkspaceLimit);
-    return std::max(bytes, fused_prefill_workspace_bytes(layer, prefill_limit));
+    return std::max(most, fused_prefill_workspace_bytes(layer, prefill_limit));
   };
   const int64_t bytes = needed(limit);
   if (limit.has_value() && bytes > *limit) {

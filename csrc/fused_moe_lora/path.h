@@ -22,8 +22,13 @@ struct PathChoice {
   const char* reason;
 };
 
-// The most tokens for which the one-kernel path is the fastest (benchmarks/results/).
-constexpr int64_t kDecodeMaxTokens = 256;
+// Tokens up to which the fused decode path is the fastest (benchmarks/results/), and up to which it
+// is with so many rows an expert on average, and no more than one adapter slot of no more than this
+// rank. (More adapters cost it more than the prefill path: S1 T=512 with four of rank 32 and base
+// rows 418 µs; and of fewer rows S3 T=512 has 16, 690 µs against 675. All this is of compute
+// capability 9.0 and about even routing: a long list is slow to sort, in every block.)
+constexpr int64_t kDecodeMaxTokens = 256, kFewRowsMaxTokens = 512;
+constexpr int64_t kFewRowsMin = 17, kFewRowsMax = 32, kFewRowsMaxRank = 16;
 
 PathChoice choose_path(const LayerParams& layer, LayerPath path, bool sm90);
 

@@ -6,12 +6,15 @@
 namespace moelora {
 
 // A GEMM item is a block of `weight_rows` times one token tile: at most `max_tokens` rows of one
-// expert, in steps of 16. The ring holds `stages` blocks of 64 columns of both.
+// expert, in steps of 16. The ring holds `stages` blocks of 64 columns of both. The blocks of a
+// cluster (one or two) do as many token tiles of one expert with the same weights, of which each
+// loads its share for all.
 struct FusedPrefillConfig {
   const char* name;
   int32_t weight_rows;
   int32_t max_tokens;
   int32_t stages;
+  int32_t cluster;
 };
 
 // Figures: µs a layer on one H200, bursts, no adapter (benchmarks/results/prefill_configs.txt); S1
@@ -20,24 +23,37 @@ struct FusedPrefillConfig {
 constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
     // Weights are read once and set the pace, so depth in flight counts: S1 T=512 316, with 192
     // tokens 318, with 256 330; S3 T=2048 716, 725 and 749.
-    {"tokens144_stages6", 128, 144, 6},
+    {"tokens144_stages6", 128, 144, 6, 1},
     // For about 128 rows an expert: S1 T=2048 381, with 144 tokens 386, with 256 394; S3 T=4096
     // 800, 844 and 828.
-    {"tokens192_stages5", 128, 192, 5},
-    // Tensor cores and L2 set the pace, so bytes per flop count: S1 T=4096 597, with 192 tokens
-    // 624, with 256 rows 600.
-    {"tokens256_stages4", 128, 256, 4},
-    // As few bytes per flop, from weights more than from gathered tokens, and tiles that 512 rows
-    // fill better: S1 T=8192 1029 against 1049; but T=16384 2020 against 1972.
-    {"rows256_tokens144_stages4", 256, 144, 4},
+    {"tokens192_stages5", 128, 192, 5, 1},
+    // Tensor cores, L2 and power set the pace, so bytes per flop count: S1 T=3072 453, with 192
+    // tokens 504; T=6144 797, in pairs 822.
+    {"tokens256_stages4", 128, 256, 4, 1},
+    // Fewer bytes from L2 per flop, where an expert's rows fill pairs of tiles well: S1 T=4096 560
+    // against 608, T=16384 1957 against 1978, S3 T=8192 1120 against 1247; and S1 T=8192 1025, each
+    // block on its own 1045.
+    {"rows256_tokens144_pairs", 256, 144, 4, 2},
 };
 constexpr int kNumFusedPrefillConfigs = 4;
+
+constexpr int kPairsConfig = 3;
+static_assert(kFusedPrefillConfigs[kPairsConfig].cluster == 2);
+
+// Whether experts of about this many rows fill pairs of tiles to three quarters or more; some have
+// a sixteenth more than the mean.
+constexpr bool rows_fill_pairs(int64_t expected_rows) {
+  const FusedPrefillConfig& config = kFusedPrefillConfigs[kPairsConfig];
+  const int64_t pair_rows = config.cluster * config.max_tokens;
+  const int64_t pairs = (expected_rows + expected_rows / 16 + pair_rows - 1) / pair_rows;
+  return 4 * expected_rows >= 3 * pairs * pair_rows;
+}
 
 // By mean rows an expert: the narrowest tile that few experts exceed, where one is enough.
 constexpr int fused_prefill_config_index(int64_t expected_rows) {
   if (expected_rows < 112) return 0;
   if (expected_rows < 176) return 1;
-  return expected_rows >= 448 && expected_rows < 768 ? 3 : 2;
+  return rows_fill_pairs(expected_rows) ? kPairsConfig : 2;
 }
 
 // Calls of up to this many tokens are never cut into chunks: weights would be read again too often.

@@ -17,7 +17,7 @@ class PrefillChunk {
       : layer_(layer),
         plan_(plan),
         config_(kFusedPrefillConfigs[plan.config_index]),
-        sizes_(prefill_sizes(layer, layer.num_tokens, config_.max_tokens)),
+        sizes_(prefill_sizes(layer, layer.num_tokens, config_)),
         workspace_(static_cast<char*>(workspace_ptr)),
         stream_(stream) {
     if (!has_lora(layer)) layer_.slots.num_slots = 0;
@@ -68,6 +68,7 @@ class PrefillChunk {
     params.top_k = layer_.top_k;
     params.num_local_experts = layer_.num_local_experts;
     params.max_tokens = config_.max_tokens;
+    params.cluster = config_.cluster;
     params.max_tiles = sizes_.max_tiles;
     params.gate_up_rank = has(layer_.gate_up) ? layer_.gate_up.rank : 0;
     params.gate_up_units_capacity = static_cast<int32_t>(sizes_.gate_up_units);
@@ -129,6 +130,8 @@ class PrefillChunk {
     launch_prefill_shrink(params, stream_);
   }
 
+  // Of a block of weights, by each block of a cluster.
+  int32_t loaded_rows() const { return config_.weight_rows / config_.cluster; }
   int32_t gate_up_weight_blocks() const {
     return static_cast<int32_t>(ceil_div(2 * layer_.intermediate_size, config_.weight_rows));
   }
@@ -181,7 +184,7 @@ class PrefillChunk {
 
     PrefillGemmMaps maps = {};
     maps.weights = gate_up_weight_map(layer_.w13, layer_.layout, layer_.num_local_experts, inner,
-                                      hidden, config_.weight_rows);
+                                      hidden, loaded_rows());
     maps.out = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 32);
     launch_prefill_gate_up(maps, params, plan_.config_index, layer_.dtype, stream_);
   }
@@ -201,7 +204,7 @@ class PrefillChunk {
 
     PrefillGemmMaps maps = {};
     maps.weights =
-        down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner, config_.weight_rows);
+        down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner, loaded_rows());
     maps.tokens = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 64);
     maps.out = row_maps(at<char>(plan_.y), layer_.dtype, sizes_.max_rows, hidden, 64);
     launch_prefill_down(maps, params, plan_.config_index, layer_.dtype, stream_);

@@ -28,52 +28,52 @@ class Consumer {
       // The width is the instruction's: one copy of the loop for each.
       switch (__shfl_sync(~0u, item.tile.rows / kRowStep, 0)) {
         case 1:
-          run_item<1>(item.tile, item.block);
+          run_item<1>(item);
           break;
         case 2:
-          run_item<2>(item.tile, item.block);
+          run_item<2>(item);
           break;
         case 3:
-          run_item<3>(item.tile, item.block);
+          run_item<3>(item);
           break;
         case 4:
-          run_item<4>(item.tile, item.block);
+          run_item<4>(item);
           break;
         case 5:
-          run_item<5>(item.tile, item.block);
+          run_item<5>(item);
           break;
         case 6:
-          run_item<6>(item.tile, item.block);
+          run_item<6>(item);
           break;
         case 7:
-          run_item<7>(item.tile, item.block);
+          run_item<7>(item);
           break;
         case 8:
-          run_item<8>(item.tile, item.block);
+          run_item<8>(item);
           break;
         case 9:
-          run_item<9>(item.tile, item.block);
+          run_item<9>(item);
           break;
         case 10:
-          run_item<10>(item.tile, item.block);
+          run_item<10>(item);
           break;
         case 11:
-          run_item<11>(item.tile, item.block);
+          run_item<11>(item);
           break;
         case 12:
-          run_item<12>(item.tile, item.block);
+          run_item<12>(item);
           break;
         case 13:
-          run_item<13>(item.tile, item.block);
+          run_item<13>(item);
           break;
         case 14:
-          run_item<14>(item.tile, item.block);
+          run_item<14>(item);
           break;
         case 15:
-          run_item<15>(item.tile, item.block);
+          run_item<15>(item);
           break;
         case 16:
-          run_item<16>(item.tile, item.block);
+          run_item<16>(item);
           break;
       }
       if (kGateUp && group_.elected) group_.stored_tiles[group_.num_stored++] = item.tile_idx;
@@ -94,21 +94,21 @@ class Consumer {
   }
 
   template <int kSteps>
-  __device__ __forceinline__ void run_item(const TokenTile& tile, int block) {
+  __device__ __forceinline__ void run_item(const GemmItem& item) {
     if constexpr (kSteps <= Tile::kMaxSteps) {
       constexpr int N = kSteps * kRowStep;
       sm90::WgmmaAccumulators<N> acc[Tile::kRowBlocks];
 #pragma unroll
       for (auto& a : acc) a.clear();
       multiply_blocks<N>(acc);
-      for (int units = tile.units; units > 0; units -= 4) multiply_units<N>(acc, units);
-      const int row_block = (block * kConsumerGroups + group_.group) * Tile::kRowBlocks;
+      for (int i = 0; i < item.adapter_stages; ++i) multiply_units<N>(acc, item.tile.units - 4 * i);
+      const int row_block = (item.block * kConsumerGroups + group_.group) * Tile::kRowBlocks;
 #pragma unroll
       for (int m = 0; m < Tile::kRowBlocks; ++m) {
         if constexpr (kGateUp) {
-          finish_gate_up<T, N>(acc[m], maps_, p_, tile, (row_block + m) * 32, group_);
+          finish_gate_up<T, N>(acc[m], maps_, p_, item.tile, (row_block + m) * 32, group_);
         } else {
-          finish_down<T, Tile, N>(acc[m], maps_, p_, tile, (row_block + m) * 64, group_);
+          finish_down<T, Tile, N>(acc[m], maps_, p_, item.tile, (row_block + m) * 64, group_);
         }
       }
     }
@@ -119,6 +119,17 @@ class Consumer {
   }
   __device__ __forceinline__ uint32_t empty() const {
     return base_ + Tile::kEmptyAt + 8 * at_.stage;
+  }
+  // This warp is done with a stage: tells this block, and then the cluster's other one, whose
+  // weights may take its place too. In this order, so that the other block cannot come round to the
+  // stage again before this block knows.
+  __device__ __forceinline__ void release(uint32_t empty_barrier) const {
+    if (group_.lane != 0) return;
+    ptx::mbarrier_arrive(empty_barrier);
+    if constexpr (Tile::kCluster > 1) {
+      const uint32_t other = sm90::cluster_rank() ^ 1;
+      sm90::mbarrier_arrive_remote(sm90::address_of_rank(empty_barrier, other));
+    }
   }
   __device__ __forceinline__ uint64_t weights() const {
     return sm90::wgmma_descriptor(base_ + at_.stage * Tile::kStageBytes +
@@ -155,16 +166,16 @@ class Consumer {
       if constexpr (kGateUp) ptx::fence_proxy_async_shared();
       issue_steps<N, 4>(acc);
       sm90::wgmma_wait<1>();
-      if (k_block > 0 && group_.lane == 0) ptx::mbarrier_arrive(previous);
+      if (k_block > 0) release(previous);
       previous = empty();
       at_.advance();
     }
     sm90::wgmma_wait<0>();
     pin<N>(acc);
-    if (group_.lane == 0) ptx::mbarrier_arrive(previous);
+    release(previous);
   }
 
-  // One adapter stage: up to four units of 16 ranks.
+  // One adapter stage: up to four units of 16 ranks, or none that are the tile's own.
   template <int N>
   __device__ __forceinline__ void multiply_units(Accumulators<N>& acc, int units) {
     wait_full();
@@ -175,12 +186,14 @@ class Consumer {
     } else if (units == 2) {
       issue_steps<N, 2>(acc);
       sm90::wgmma_wait<0>();
-    } else {
+    } else if (units == 1) {
       issue_steps<N, 1>(acc);
       sm90::wgmma_wait<0>();
+    } else {
+      __syncwarp();  // all have seen the stage before lane 0 hands it back
     }
     pin<N>(acc);
-    if (group_.lane == 0) ptx::mbarrier_arrive(empty());
+    release(empty());
     at_.advance();
   }
 

@@ -24,8 +24,12 @@ void launch_gemm(const PrefillGemmMaps& maps, const PrefillGemmParams& params, v
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
              "prefill_gemm");
   LaunchConfig config;
+  // Whole clusters, which max_tiles holds too.
+  constexpr int kCluster = GemmTile<kConfigIndex>::kCluster;
   const int64_t most_items = params.max_tiles * params.weight_blocks;
-  config.grid = blocks_for(std::min<int64_t>(multiprocessor_count(), most_items), 1);
+  const int64_t blocks_at_once = multiprocessor_count() / kCluster * kCluster;
+  config.grid = blocks_for(std::min(blocks_at_once, most_items), 1);
+  config.cluster = kCluster;
   config.block = dim3(kGemmThreads);
   config.shared_bytes = kBytes;
   config.stream = static_cast<cudaStream_t>(stream);

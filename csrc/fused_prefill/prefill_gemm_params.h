@@ -17,6 +17,10 @@ constexpr int kQueueEntries = 4;  // items known to a block at once
 // under way, so that a few are soon enough; a block can have as few as seven items.
 constexpr int kStoredItems = 4;
 constexpr int kQueueBytes = kQueueEntries * (32 + 16);
+// Room for tickets on their way to the other block of a cluster. Its ring holds the first block
+// back, which is never further ahead than a ring of items of one stage each and three fetched ones.
+constexpr int kMailEntries = 8;
+constexpr int kMailBytes = kMailEntries * (8 + 4);
 constexpr int kGemmThreads = (kConsumerGroups + 1) * kGroupThreads;
 
 // Rows of an operand or an output in boxes of 64 rows and, for what is left of a tile, of 16.
@@ -79,10 +83,12 @@ struct GemmTile {
   static constexpr int kRowBlocks = kWeightRows / (64 * kConsumerGroups);  // of 64, a warpgroup
   static constexpr int kMaxTokens = kConfig.max_tokens;
   static constexpr int kStages = kConfig.stages;
+  static constexpr int kCluster = kConfig.cluster;
   static constexpr int kMaxSteps = kMaxTokens / kRowStep;
 
   // A stage: weight rows, then the tile's token rows.
   static constexpr int kWeightBytes = kWeightRows * kRowBytes;
+  static constexpr int kLoadedRows = kWeightRows / kCluster;  // by each block of a cluster
   static constexpr int kStageBytes = kWeightBytes + kMaxTokens * kRowBytes;
 
   // Output staging of a warpgroup. gate_up: a whole tile of 32 columns; down: buffers of 64 tokens
@@ -98,8 +104,11 @@ struct GemmTile {
   static constexpr int kStoredTilesAt = kQueueAt + kQueueBytes;
   static constexpr int kFullAt = kStoredTilesAt + 4 * kStoredItems * kConsumerGroups;
   static constexpr int kEmptyAt = kFullAt + 8 * kStages;
-  static constexpr int kSharedBytes = kEmptyAt + 8 * kStages;
+  static constexpr int kMailAt = kEmptyAt + 8 * kStages;
+  static constexpr int kSharedBytes = kMailAt + (kCluster > 1 ? kMailBytes : 0);
 
+  static_assert(kCluster == 1 || (kCluster == 2 && kStages + 3 <= kMailEntries),
+                "what the multicast is written for, and room for the tickets on their way");
   static_assert(kMaxTokens % kRowStep == 0 && kMaxTokens <= 256, "the N of one wgmma");
   static_assert(kStageBytes % 1024 == 0 && kStagingBytes % 1024 == 0, "swizzle alignment");
   static_assert(kStagingBytes >= kDownBufferBytes, "a down buffer fits");

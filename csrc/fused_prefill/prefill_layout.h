@@ -45,15 +45,17 @@ struct PrefillSizes {
   int64_t gate_up_v_rows;
 };
 
-inline PrefillSizes prefill_sizes(const LayerParams& layer, int64_t tokens, int64_t max_tokens) {
+inline PrefillSizes prefill_sizes(const LayerParams& layer, int64_t tokens,
+                                  const FusedPrefillConfig& config) {
   PrefillSizes s = {};
   s.pairs = tokens * layer.top_k;
   s.max_rows = max_padded_rows(s.pairs, layer.num_local_experts, kRowStep);
   const int64_t experts =
       s.pairs < layer.num_local_experts ? s.pairs : int64_t{layer.num_local_experts};
-  // Each expert with rows adds at most one tile to those that max_rows would fill.
-  s.max_tiles = experts + s.max_rows / max_tokens;
-  const int64_t slots = layer.slots.num_slots < max_tokens ? layer.slots.num_slots : max_tokens;
+  // Each expert with rows adds at most one cluster's tiles to those that max_rows would fill.
+  s.max_tiles = config.cluster * (experts + s.max_rows / (config.cluster * config.max_tokens));
+  const int64_t slots =
+      layer.slots.num_slots < config.max_tokens ? layer.slots.num_slots : config.max_tokens;
   s.gate_up_units = slots * 2 * ceil_div(layer.gate_up.rank, kRankStep);
   s.down_units = slots * ceil_div(layer.down.rank, kRankStep);
   s.gate_up_v_rows = layer.gate_up.a_shared_outer ? tokens : s.max_rows;
@@ -83,8 +85,7 @@ inline PrefillPlan plan_prefill_chunk(const LayerParams& layer, int64_t tokens,
   PrefillPlan plan = {};
   plan.chunk_tokens = tokens;
   plan.config_index = config_index;
-  const PrefillSizes s =
-      prefill_sizes(layer, tokens, kFusedPrefillConfigs[plan.config_index].max_tokens);
+  const PrefillSizes s = prefill_sizes(layer, tokens, kFusedPrefillConfigs[plan.config_index]);
   const auto take = [&plan](int64_t bytes) {
     const int64_t offset = plan.bytes;
     plan.bytes += ceil_div(bytes, 256) * 256;

@@ -58,21 +58,21 @@ CUtensorMap encode_map(const void* ptr, DType dtype, const MapDim (&dims)[kDims]
 }  // namespace
 
 CUtensorMap gate_up_weight_map(const WeightOperand& w13, GateUpLayout layout, int64_t experts,
-                               int64_t intermediate, int64_t hidden, int32_t weight_rows) {
+                               int64_t intermediate, int64_t hidden, int32_t box_rows) {
   const bool interleaved = layout == GateUpLayout::kInterleaved;
   const int64_t row = w13.row_stride;
   const MapDim dims[] = {{hidden, 1, kBlockColumns},
                          {8, interleaved ? 2 * row : row, 8},
                          {2, interleaved ? row : intermediate * row, 2},
-                         {intermediate / 8, interleaved ? 16 * row : 8 * row, weight_rows / 16u},
+                         {intermediate / 8, interleaved ? 16 * row : 8 * row, box_rows / 16u},
                          {experts, w13.expert_stride, 1}};
   return encode_map(w13.ptr, w13.dtype, dims, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 CUtensorMap down_weight_map(const WeightOperand& w2, int64_t experts, int64_t hidden,
-                            int64_t intermediate, int32_t weight_rows) {
+                            int64_t intermediate, int32_t box_rows) {
   const MapDim dims[] = {{intermediate, 1, kBlockColumns},
-                         {hidden, w2.row_stride, static_cast<uint32_t>(weight_rows)},
+                         {hidden, w2.row_stride, static_cast<uint32_t>(box_rows)},
                          {experts, w2.expert_stride, 1}};
   return encode_map(w2.ptr, w2.dtype, dims, CU_TENSOR_MAP_SWIZZLE_128B);
 }

@@ -47,7 +47,7 @@ class Producer {
   // While an item runs, one thread fetches the item after the next, and all fetch the tokens of the
   // next one's rows: neither's latency is ever waited for.
   __device__ __forceinline__ void run() {
-    ItemFetcher fetcher(p_);
+    ItemFetcher<Tile::kCluster> fetcher(p_, base_ + Tile::kMailAt);
     if (thread_ == kFetcher) {
       fetcher.start();
       publish(0, fetcher);
@@ -72,7 +72,7 @@ class Producer {
       } else {
         at_.skip(p_.k_blocks);
       }
-      if (item.tile.units > 0) {
+      if (item.adapter_stages > 0) {
         ptx::wait_for_previous_kernel();  // the shrink, whose rank vectors come now
         // down: thread 0 has waited for every earlier stage once it is here, and so the parity that
         // the others wait for is the right one.
@@ -92,7 +92,7 @@ class Producer {
     __syncwarp();
     ptx::named_barrier(kProducerBarrier, kGroupThreads);
   }
-  __device__ __forceinline__ void publish(uint32_t n, ItemFetcher& fetcher) const {
+  __device__ __forceinline__ void publish(uint32_t n, ItemFetcher<Tile::kCluster>& fetcher) const {
     const GemmItem item = fetcher.item();
     if (!kGateUp && item.tile.rows > 0) {
       sm90::wait_for_count(p_.z_ready + item.tile_idx, p_.z_parts);
@@ -142,13 +142,19 @@ class Producer {
     return reinterpret_cast<const LoraUnit&>(v);
   }
 
+  // The block's share of the rows, for all of its cluster; the others' come from the others.
   __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
+    const int share = item.tile_idx % Tile::kCluster;
+    const uint32_t dst = weights() + share * (Tile::kWeightBytes / Tile::kCluster);
+    const int column = k_block * kBlockColumns;
+    const int row = item.block * Tile::kWeightRows + share * Tile::kLoadedRows;
+    const int expert = item.tile.expert;
     if constexpr (kGateUp) {
-      sm90::tma_load_5d(weights(), &maps_.weights, full(), k_block * kBlockColumns, 0, 0,
-                        item.block * (Tile::kWeightRows / 16), item.tile.expert);
+      constexpr auto load = Tile::kCluster > 1 ? sm90::tma_load_pair_5d : sm90::tma_load_5d;
+      load(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert);
     } else {
-      sm90::tma_load_3d(weights(), &maps_.weights, full(), k_block * kBlockColumns,
-                        item.block * Tile::kWeightRows, item.tile.expert);
+      constexpr auto load = Tile::kCluster > 1 ? sm90::tma_load_pair_3d : sm90::tma_load_3d;
+      load(dst, &maps_.weights, full(), column, row, expert);
     }
   }
 
@@ -214,12 +220,14 @@ class Producer {
   }
 
   // Adapter stages: four units of 16 ranks each, rows of B where the weights lie, rank vectors
-  // where the tokens lie. Whatever is not the slot's own (ranks beyond its rank, rows of other
-  // slots, the other component's rows) is written as zeros and never read: it may hold NaN.
+  // where the tokens lie. Beyond the tile's own units, in step with the cluster's other tile,
+  // stages of zeros that no consumer multiplies. Whatever is not the slot's own (ranks beyond its
+  // rank, rows of other slots, the other component's rows) is written as zeros and never read: it
+  // may hold NaN.
   __device__ __forceinline__ void expand_stages(const GemmItem& item, const int32_t* index,
                                                 LoraUnit unit) {
     const int half = chunk_ & 1;  // of a unit: 8 ranks a thread
-    for (int first = 0; first < item.tile.units; first += 4) {
+    for (int first = 0; first < 4 * item.adapter_stages; first += 4) {
       const LoraUnit next_unit = fetch_unit(item, first + 4 + (chunk_ >> 1));
       const int left = unit.ranks - 8 * half;
       const int ranks = left < 0 ? 0 : (left > 8 ? 8 : left);

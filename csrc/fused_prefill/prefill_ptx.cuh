@@ -30,6 +30,24 @@ __device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap* map
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+// A box to both blocks of a cluster of two: to the same place in each, with each one's barrier.
+__device__ __forceinline__ void tma_load_pair_3d(uint32_t dst, const CUtensorMap* map,
+                                                 uint32_t barrier, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "h"(uint16_t{3})
+      : "memory");
+}
+__device__ __forceinline__ void tma_load_pair_5d(uint32_t dst, const CUtensorMap* map,
+                                                 uint32_t barrier, int c0, int c1, int c2, int c3,
+                                                 int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(uint16_t{3})
+      : "memory");
+}
 // One box out of shared memory, clipped to the tensor; part of the thread's next bulk group.
 __device__ __forceinline__ void tma_store_2d(const CUtensorMap* map, uint32_t src, int c0, int c1) {
   asm volatile(
@@ -123,16 +141,37 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
-// The two words at this block's shared address `address`, in the block of rank `rank`.
-__device__ __forceinline__ float2 load_of_rank(uint32_t address, uint32_t rank) {
+// What this block's shared address `address` is in the block of rank `rank`.
+__device__ __forceinline__ uint32_t address_of_rank(uint32_t address, uint32_t rank) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ float2 load_remote_8(uint32_t remote) {
   float2 value;
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %2, %3;\n"
-      "ld.shared::cluster.v2.f32 {%0, %1}, [remote];\n}"
-      : "=f"(value.x), "=f"(value.y)
-      : "r"(address), "r"(rank)
-      : "memory");
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
+               : "r"(remote)
+               : "memory");
   return value;
+}
+__device__ __forceinline__ int32_t load_shared_4(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+// Stores a word in another block, and tells that block's barrier of its four bytes.
+__device__ __forceinline__ void store_async_4(uint32_t remote, int32_t value,
+                                              uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(remote),
+      "r"(value), "r"(remote_barrier)
+      : "memory");
+}
+// Of the block's scope, not the cluster's, which would put a fence of all memory before it: what it
+// tells of is reads that are complete (wgmma's, waited for), and no data is handed over.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
 }
 
 // Registers of this warpgroup's threads from here on.

@@ -238,7 +238,7 @@ __device__ __forceinline__ void shrink_part(const PrefillShrinkParams& p, const 
       const uint32_t at = base + 4 * (r * Tile::kSumPitch + column_here);
       float2 sum = make_float2(0.0f, 0.0f);
       for (int block = 0; block < blocks; ++block) {
-        const float2 part = sm90::load_of_rank(at, block);
+        const float2 part = sm90::load_remote_8(sm90::address_of_rank(at, block));
         sum.x += part.x;
         sum.y += part.y;
       }

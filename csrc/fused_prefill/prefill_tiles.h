@@ -13,6 +13,7 @@ struct PrefillTilesParams {
   SlotView slots;                       // num_slots 0: no adapters
   int32_t top_k, num_local_experts;
   int32_t max_tokens;  // of a tile
+  int32_t cluster;     // an expert's tiles come in multiples of this
   int64_t max_tiles;
 
   // Per side: R (0: the side has no adapter) and a tile's room for units.

@@ -35,7 +35,8 @@ struct BlockScan {
 };
 
 // Which tile a block does: the expert's padded rows are split evenly, in steps of 16, over as few
-// tiles as hold them.
+// tiles as hold them. Where that leaves some of a cluster's tiles without rows, they repeat others:
+// both write the same.
 struct TileChoice {
   int32_t expert, first_row, rows;
 };
@@ -49,7 +50,8 @@ __device__ int32_t choose_tile(const PrefillTilesParams& p, int32_t tile_idx, Ti
     const int e = first_expert + i;
     const int32_t rows =
         e < p.num_local_experts ? p.expert_offsets[e + 1] - p.expert_offsets[e] : 0;
-    count[i] = (rows + p.max_tokens - 1) / p.max_tokens;
+    const int32_t most = p.cluster * p.max_tokens;
+    count[i] = (rows + most - 1) / most * p.cluster;
     sum += count[i];
   }
   const BlockScan scan(sum);
@@ -62,7 +64,7 @@ __device__ int32_t choose_tile(const PrefillTilesParams& p, int32_t tile_idx, Ti
       const int64_t steps = (p.expert_offsets[e + 1] - offset) / kRowStep;
       const int32_t k = tile_idx - before;
       const int32_t begin = static_cast<int32_t>(steps * k / count[i]);
-      const int32_t end = static_cast<int32_t>(steps * (k + 1) / count[i]);
+      const int32_t end = max(static_cast<int32_t>(steps * (k + 1) / count[i]), begin + 1);
       *choice = {e, offset + begin * kRowStep, (end - begin) * kRowStep};
     }
     before += count[i];

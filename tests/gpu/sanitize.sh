@@ -3,8 +3,8 @@
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
 # Without PYTEST_ARGS only moelora.check runs: on an H200 that does nothing else, half a minute under memcheck or initcheck; over ten
 # minutes under racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 6 -v -m "not slow"`; -v, so
-# that a run that is cut off has named what failed). Six workers on a card do three to four tests a second under memcheck; under
-# initcheck two, but a test of streams or graphs takes a minute, for it makes many reports (see below).
+# that a run that is cut off has named what failed). Six workers, alone on a card, do about four tests a second under memcheck, and
+# more workers no more; under initcheck two, and a test of streams or graphs a minute, for it makes many reports (see below).
 # No backtraces: where the tool keeps them, a process keeps what each call has allocated, its output and its workspace, which
 # test_eager_calls_do_not_grow_memory sees, and which fills the card.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.

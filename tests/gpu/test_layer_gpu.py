@@ -45,13 +45,74 @@ def test_ranks_at_a_real_models_sizes(device, dtype, tokens, rank):
     check(layer, lora, adapter_ids)
 
 
-@pytest.mark.parametrize("tokens", [257, 600, 1000, 2100])
+@pytest.mark.parametrize("tokens", [256, 257, 300, 400, 512, 513])
+def test_few_rows_an_expert_with_one_adapter(device, dtype, tokens):
+    """On both sides of every bound between the one kernel and the prefill path, for all rows and for some"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, MODEL_SHAPES["qwen3_30b_a3b"], slots=1, rank=16)
+    check(layer, lora, adapter_ids)
+    check(layer, lora, torch.zeros_like(adapter_ids))
+
+
+@pytest.mark.parametrize("rows", [[47, 48, 49, 97, 0, 15], [1, 33, 200, 3, 1, 18]])
+@pytest.mark.parametrize("slots", [1, 40])
+def test_lists_of_about_48_rows(device, dtype, rows, slots):
+    """Lists that are cut or just not, of one adapter's rows and of many's; up to 256 tokens take any adapters"""
+    layer, lora, adapter_ids = make(256, device, dtype, Shape(136, 200, len(rows), 1), slots=slots, rank=24)
+    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    ids = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows))
+    ids = ids[torch.randperm(256, generator=torch.Generator().manual_seed(0))].to(device)
+    layer = layer.with_(topk_ids=ids[:, None].contiguous())
+    check(layer)
+    check(layer, lora, adapter_ids)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_48_rows_in_every_layout(device, dtype, layout):
+    layer, lora, adapter_ids = make(100, device, dtype, Shape(136, 200, 4, 1), rank=24)
+    options = {"gate_up_layout": layout, "activation": ACTIVATIONS[LAYOUTS.index(layout)], **layer.biases}
+    check(layer, lora, adapter_ids, **options)
+    check(layer, lora, adapter_ids, apply_router_weight_on_input=True, **options)
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(256, 1), (256, 64), (512, 1)])
+def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens, slots):
+    """4,096 pairs, 32 rows an expert; of 64 adapters more than 2,048 (expert, adapter) runs"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=slots, rank=8)
+    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    check(layer, lora, adapter_ids)
+
+
+@pytest.mark.parametrize("tokens", [257, 600, 1000, 1500, 2100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tile_shape_of_prefill(device, dtype, tokens, layout):
-    """C07: 65, 150, 250 and 525 rows an expert pick one each; sizes that are no multiple of any of them"""
+    """C07: 65, 150 and 375 rows an expert pick one each, 250 and 525 one or two pairs; sizes that are no multiple"""
     layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 8, 2), rank=24)
     activation = ACTIVATIONS[LAYOUTS.index(layout)]
     check(layer, lora, adapter_ids, gate_up_layout=layout, activation=activation, **layer.biases)
+
+
+@pytest.mark.parametrize("form", ["own", "shared_a", "shared_outer"])
+def test_pairs_of_tiles_that_differ(device, dtype, form):
+    """Rows for no tile, one step, and just one or two pairs; nine adapters in one tile of a pair, none in the other"""
+    rows = [1, 16, 17, 0, 288, 289, 576, 577, 236]
+    # More items than clusters, so that items follow each other; the last weight blocks lie half outside.
+    shape = Shape(3080, 2056, len(rows), 1)
+    options = {} if form == "own" else {form: True}
+    layer, lora, adapter_ids = make(sum(rows), device, dtype, shape, slots=9, rank=40, **options)
+    ids = torch.arange(len(rows), device=device, dtype=torch.int32).repeat_interleave(torch.tensor(rows, device=device))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert "pairs" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    # Sorted by slot, the base rows of expert 4 fill one tile; expert 5 has no adapter at all.
+    adapter_ids[ids == 4] = torch.cat([torch.full((200,), -1), torch.arange(88) % 9]).to(adapter_ids)
+    adapter_ids[ids == 5] = -1
+    shuffled = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).to(device)
+    layer = layer.with_(topk_ids=ids[shuffled, None].contiguous())
+    adapter_ids = adapter_ids[shuffled]
+    check(layer, lora, adapter_ids)
+    check(layer, lora, adapter_ids, apply_router_weight_on_input=True, **layer.biases)
+    assert torch.equal(run(layer, lora, adapter_ids), run(layer, lora, adapter_ids))
+    nowhere = layer.with_(topk_ids=torch.full_like(layer.topk_ids, -1))
+    assert not run(nowhere, lora, adapter_ids).any()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1024])

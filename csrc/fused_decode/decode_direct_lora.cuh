@@ -1,8 +1,10 @@
-// The adapters of direct configurations (few tokens), on the gate_up tiles' own threads. Every wait
-// for another block costs such a short layer a microsecond or two, so there are as few as can be:
+// The adapters of direct configurations (few tokens), on the tiles' own threads. Every wait for
+// another block costs such a short layer a microsecond or two, so there are as few as can be:
 // gate_up shrinks are cut into parts that the epilogue of each tile adds up, and down shrinks have
 // no tiles: each gate_up tile leaves A times its columns of z as a part, and the last tile of an
-// expert adds those up. Sums are always taken in one fixed order.
+// expert adds those up. B is read to registers before a tile's products: copies of it by TMA, many
+// short rows that come last, took a microsecond. Sums are always taken in one fixed order. Loops of
+// no constant length stay rolled up: so short a layer runs most code once, and fetches it for that.
 #pragma once
 
 #include "decode_epilogue.cuh"
@@ -41,10 +43,12 @@ __device__ __forceinline__ void send_down_vectors(const KernelParams& k, const B
   const int steps = padded_rank(segment.down_rank) / 16;
   const float scale = k.p.scaling_ptr == nullptr ? 1.0f : k.p.scaling_ptr[3 * segment.slot + 2];
   // The last warp first: the first is still telling of z.
+#pragma unroll 1
   for (int at = kGroupWarps - 1 - thread / 32; at < segment.count * steps; at += kGroupWarps) {
     const int pair = pair_of(entries[at / steps]), rank = at % steps * 16 + lane % 4 * 4;
     const float* first = k.down_parts + pair * parts * k.down_v_ranks + rank;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
     for (int b = lane / 4; b < parts; b += kBatch * kSharers) {
       uint4 part[kBatch];
       const int count = min(ceil_div_int(parts - b, kSharers), kBatch);
@@ -72,16 +76,33 @@ __device__ __forceinline__ void send_down_vectors(const KernelParams& k, const B
   }
 }
 
-// Eight neighbouring elements of B or A, and their dot product with fp32 values.
+// Eight neighbouring elements of B or A: zeros from element `ranks` on, because beyond a slot's
+// rank memory may hold anything.
+__device__ __forceinline__ uint4 mask_ranks(uint4 values, int ranks) {
+  if (ranks >= 8) return values;
+  uint32_t* words = reinterpret_cast<uint32_t*>(&values);
+#pragma unroll
+  for (int c = 0; c < 4; c++) {
+    words[c] &= 2 * c + 1 < ranks ? ~0u : (2 * c < ranks ? 0xffffu : 0u);
+  }
+  return values;
+}
 template <class T>
-__device__ __forceinline__ float dot8(const uint4& row, const float* values) {
+__device__ __forceinline__ void unpack8(const uint4& row, float (&values)[8]) {
   const uint32_t words[4] = {row.x, row.y, row.z, row.w};
-  float sum = 0.0f;
 #pragma unroll
   for (int c = 0; c < 4; c++) {
     const float2 pair = ptx::unpack2<T>(words[c]);
-    sum += pair.x * values[2 * c] + pair.y * values[2 * c + 1];
+    values[2 * c] = pair.x, values[2 * c + 1] = pair.y;
   }
+}
+// Their dot product with fp32 values.
+template <class T>
+__device__ __forceinline__ float dot8(const uint4& row, const float* values) {
+  float own[8], sum = 0.0f;
+  unpack8<T>(row, own);
+#pragma unroll
+  for (int c = 0; c < 8; c++) sum += own[c] * values[c];
   return sum;
 }
 
@@ -113,8 +134,10 @@ class DirectLora {
   __device__ __forceinline__ void load_gate_up_vectors(float* sums, int thread) const {
     float* v = vectors(sums);
     const int ranks = k->gate_up_v_ranks;
+#pragma unroll 1
     for (int i = first; i < end; i++) {
       const Segment segment = block->lists.segments[i];
+#pragma unroll 1
       for (int at = thread; at < segment.count * ranks; at += kGroupThreads) {
         const int row = at / (ranks / 2), rank = at % (ranks / 2) * 2;
         const int n = segment.begin + row / 2, component = row % 2;
@@ -140,14 +163,17 @@ class DirectLora {
   }
   // Adds B v to the sums of the tile.
   __device__ __forceinline__ void add_gate_up(float* sums, int thread) const {
+#pragma unroll 1
     for (int i = first; i < end; i++) {
       const Segment segment = block->lists.segments[i];
+#pragma unroll 1
       for (int at = thread; at < segment.count * kRows; at += kGroupThreads) {
         const int n = segment.begin + at / kRows, row = at % kRows;
         const T* b_row = gate_up_b_row(segment, row);
         if (b_row == nullptr) continue;
         const float* v = vectors(sums) + (n * 2 + component_of(row)) * kMaxRank;
         float delta = 0.0f;
+#pragma unroll 1
         for (int r = 0; r < segment.gate_up_rank; r += 8) {
           const bool is_prefetched = i == first && at == thread && r < 16;
           const uint4 values = !is_prefetched ? load8(b_row + r) : r == 0 ? b[0] : b[1];
@@ -160,9 +186,11 @@ class DirectLora {
   // A times the tile's columns of z.
   __device__ __forceinline__ void send_down_parts(const float* sums, int thread) const {
     const float* z = sums + C::kSumFloats;
+#pragma unroll 1
     for (int i = first; i < end; i++) {
       const Segment segment = block->lists.segments[i];
       const int ranks = padded_rank(segment.down_rank);
+#pragma unroll 1
       for (int at = thread; at < segment.count * ranks; at += kGroupThreads) {
         const int n = segment.begin + at / ranks, rank = at % ranks;
         uint4 row[2] = {a[0], a[1]};
@@ -225,15 +253,98 @@ class DirectLora {
       if (inside(half)) row[half] = load8(columns + half * 8);
     }
   }
-  // Zeros from element `ranks` on: beyond a slot's rank memory may hold anything.
-  __device__ __forceinline__ static uint4 mask_ranks(uint4 values, int ranks) {
-    if (ranks >= 8) return values;
-    uint32_t* words = reinterpret_cast<uint32_t*>(&values);
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-      words[c] &= 2 * c + 1 < ranks ? ~0u : (2 * c < ranks ? 0xffffu : 0u);
+};
+
+// B v of one direct down tile by one consumer group: a row of a chunk a thread. The first stage's B
+// is read before the tile's products.
+template <class C, class T>
+class DirectDownLora {
+ public:
+  __device__ __forceinline__ DirectDownLora(const KernelParams& k, const Block<C>& block,
+                                            const Tile& tile, int thread)
+      : k(k), block(block), tile(tile), row(thread % kRows), place(thread / kRows) {
+    static_assert(kGroupThreads == kRows * C::kDirectChunks, "a stage's chunks take all threads");
+    num_chunks = block.num_rank_chunks(tile);
+    if (num_chunks > 0) fetch(0);
+  }
+
+  // Calls with_stage(body) for each stage of rank vectors.
+  template <class WithStage>
+  __device__ __forceinline__ void add(WithStage&& with_stage) {
+#pragma unroll 1
+    for (int first = 0; first < num_chunks; first += C::kDirectChunks) {
+      if (first > 0) fetch(first);
+      with_stage([&](uint32_t, uint32_t tokens) { add_stage(tokens); });
     }
-    return values;
+  }
+  // To the sums [tokens, rows + 4] that this warp has stored.
+  __device__ __forceinline__ void add_to(float* plane) const {
+    if (num_chunks == 0) return;
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < C::kMaxTokens; t++) {
+      const float sum = sums[t] + __shfl_xor_sync(~0u, sums[t], kRows);
+      if (t < k.p.num_tokens && place % 2 == 0) plane[t * (kRows + 4) + row] += sum;
+    }
+  }
+
+ private:
+  static constexpr int kRows = C::kDownRows, kLoads = kExpandColumns / 8;
+  static_assert(kLoads == 4, "what sums are written for");
+  static_assert(!C::kDirect || kRows == 16, "two chunks a warp");
+
+  const KernelParams& k;
+  const Block<C>& block;
+  const Tile tile;
+  const int row, place;  // of the tile's; of the stage's chunks
+  int num_chunks, ranks;
+  uint4 b[kLoads];
+  uint32_t token_mask;
+  const float* weights;  // of the router, by token
+  float sums[C::kMaxTokens] = {};
+
+  __device__ __forceinline__ void fetch(int first_chunk) {
+    const RankChunk chunk = block.rank_chunk(tile, first_chunk + place);
+    const int column = tile.block * kRows + row;
+    ranks = column < k.p.hidden_size ? chunk.ranks : 0;
+    if (ranks == 0) return;
+    const Item item = block.item(chunk.segment.item);
+    const T* from = static_cast<const T*>(k.p.down_b.ptr) + chunk.first_rank +
+                    row_of(k.p.down_b, chunk.segment.slot, item.expert, column);
+#pragma unroll
+    for (int i = 0; i < kLoads; i++) {
+      if (i * 8 < ranks) b[i] = ptx::load_cg_16(from + i * 8);
+    }
+    weights = block.lists.direct_items[chunk.segment.item].weights;
+    const uint32_t* entries = block.lists.entries + item.start + chunk.segment.begin;
+    token_mask = 0;
+#pragma unroll 1
+    for (int n = 0; n < chunk.segment.count; n++) {
+      token_mask |= 1u << k.token_of(pair_of(entries[n]));
+    }
+  }
+  // Rows of the stage are tokens, with the chunks side by side.
+  __device__ __forceinline__ void add_stage(uint32_t tokens) {
+    if (ranks == 0) return;
+#pragma unroll 1
+    for (uint32_t left = token_mask; left != 0; left &= left - 1) {
+      const int token = __ffs(left) - 1;
+      const uint32_t v =
+          tokens + token * token_pitch(C::kDownColumns) + place * (kExpandColumns * 2);
+      float sum[kLoads] = {};
+#pragma unroll
+      for (int i = 0; i < kLoads; i++) {
+        if (i * 8 >= ranks) break;
+        float values[8];
+        unpack8<T>(ptx::load_shared_16(v + i * 16), values);
+        sum[i] = dot8<T>(mask_ranks(b[i], ranks - i * 8), values);
+      }
+      const float weighted = weights[token] * ((sum[0] + sum[1]) + (sum[2] + sum[3]));
+#pragma unroll
+      for (int t = 0; t < C::kMaxTokens; t++) {
+        if (t == token) sums[t] += weighted;
+      }
+    }
   }
 };
 

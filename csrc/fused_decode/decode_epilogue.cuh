@@ -24,6 +24,7 @@ __device__ __forceinline__ void for_each_rank_pair(const KernelParams& k, bool g
   const int covered = shrink_ranks(k.p, gate_up), components = gate_up ? 2 : 1;
   const int v_ranks = gate_up ? k.gate_up_v_ranks : k.down_v_ranks;
   const int pairs_per_row = covered / 2;
+#pragma unroll 1
   for (int i = thread; i < count * components * pairs_per_row; i += kGroupThreads) {
     const int first = i % pairs_per_row * 2, row = i / pairs_per_row;
     const int rank = rank_block * covered + first;
@@ -75,6 +76,7 @@ __device__ __forceinline__ void store_z(const KernelParams& k, float* sums, int 
   const bool up_first = p.layout == GateUpLayout::kUpGate;
   const bool interleaved = p.layout == GateUpLayout::kInterleaved;
   T* z = static_cast<T*>(k.z);
+#pragma unroll 1
   for (int i = thread; i < item.count * kColumnPairs; i += kGroupThreads) {
     const int n = i / kColumnPairs, j = i % kColumnPairs * 2;
     const int column = block * (C::kGateUpRows / 2) + j;
@@ -125,6 +127,7 @@ __device__ __forceinline__ void store_y(const KernelParams& k, const float* sums
   const int hidden = static_cast<int>(k.p.hidden_size);
   constexpr int kQuads = C::kDownRows / 4;
   T* y = static_cast<T*>(k.y);
+#pragma unroll 1
   for (int i = thread; i < item.count * kQuads; i += kGroupThreads) {
     const int n = i / kQuads, j = i % kQuads * 4;
     const int column = block * C::kDownRows + j;
@@ -164,6 +167,7 @@ __device__ __forceinline__ void store_direct(const KernelParams& k, const Block<
   if (inside) {
     total = read_sums2<C, C::kDownRows>(sums, token, j);
     if (p.w2_bias_ptr != nullptr) {
+#pragma unroll 1
       for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
         const DirectItem& direct = block.lists.direct_items[i];
         if ((direct.token_mask >> token & 1) == 0) continue;
@@ -186,6 +190,7 @@ __device__ __forceinline__ void store_direct(const KernelParams& k, const Block<
                                        static_cast<uint32_t>(block.plan.pieces);
   if (!ptx::named_barrier_or(1 + group, kGroupThreads, last) || !inside) return;
   total = make_float2(0.0f, 0.0f);
+#pragma unroll 1
   for (int piece = 0; piece < block.plan.pieces; piece++) {
     const float2 value = __ldcg(reinterpret_cast<const float2*>(partial + piece * piece_stride));
     total.x += value.x;

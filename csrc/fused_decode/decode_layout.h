@@ -53,7 +53,6 @@ struct Tiles {
   static constexpr bool kDirect = kConfig.direct;
   // An expand stage of a direct tile holds several chunks of 32 ranks, of one segment each.
   static constexpr int kDirectChunks = kDownColumns / kExpandColumns;
-  static constexpr int kDirectChunkBytes = kDownRows * kExpandColumns * 2;
   static constexpr int max2(int a, int b) { return a > b ? a : b; }
   static constexpr int kWeightBytes =
       2 * max2(kGateUpRows * kGateUpColumns, kDownRows* kDownColumns);
@@ -88,8 +87,8 @@ struct Tiles {
   static constexpr int kSumBytes =
       4 * (kSumFloats + (kDirect ? kMaxTokens * (kGateUpRows / 2 + 2 * kMaxRank) : 0));
   // Direct: blocks that share the columns of one gate_up shrink. Few tokens have few segments, and
-  // every gate_up tile waits for them.
-  static constexpr int kShrinkParts = kDirect ? 4 : 1;
+  // every gate_up tile waits for them; but a block with such a part is late with its other tiles.
+  static constexpr int kShrinkParts = kDirect ? 2 : 1;
 
   static_assert(kGateUpColumns % 64 == 0 && kDownColumns % 64 == 0, "64 columns a swizzled block");
   static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");

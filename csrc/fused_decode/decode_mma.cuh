@@ -52,26 +52,34 @@ struct TileSums {
     }
   }
 
-  // W x of one stage: blocks of kRows x 64 columns in the 128-byte swizzle.
+  // W x of one stage: blocks of kRows x 64 columns in the 128-byte swizzle. Warps that split the
+  // columns take 16 of each 64.
   __device__ __forceinline__ void add_stage(uint32_t weights, uint32_t tokens) {
+    const int first_chunk = (kSplitRows ? 0 : warp * 2) + (lane >> 4), swizzle = lane & 7;
     const uint32_t row = weights + (first_row() + (lane & 15)) * 128;
-    const int chunk = lane >> 4, swizzle = lane & 7;
-    constexpr int kStep = kSplitRows ? 16 : 16 * kGroupWarps;
+    constexpr int kStep = kSplitRows ? 16 : 64;
+    // Products of one fragment alone wait for each other, and so take turns at two sums.
+    constexpr bool kTwoSums = kFragments * kBlocks == 1;
+    float odd[4] = {};
 #pragma unroll
     for (int k = 0; k < kColumns; k += kStep) {
-      const int column = kSplitRows ? k : k + warp * 16;
       uint32_t b[kBlocks][2];
-      load_tokens<kPitch>(b, tokens, column);
+      load_tokens<kPitch>(b, tokens + (kSplitRows ? 0 : warp * 32), k);
 #pragma unroll
       for (int m = 0; m < kFragments; m++) {
         uint32_t a[4];
-        ptx::ldmatrix_x4(a, row + column / 64 * (kRows * 128) + m * 2048 +
-                                ((column % 64 / 8 + chunk) ^ swizzle) * 16);
+        ptx::ldmatrix_x4(a, row + k / 64 * (kRows * 128) + m * 2048 +
+                                ((k % 64 / 8 + first_chunk) ^ swizzle) * 16);
 #pragma unroll
         for (int n = 0; n < kBlocks; n++) {
-          ptx::mma_m16n8k16<T>(sums[m][n], a, b[n][0], b[n][1]);
+          float (&to)[4] = kTwoSums && k / kStep % 2 == 1 ? odd : sums[m][n];
+          ptx::mma_m16n8k16<T>(to, a, b[n][0], b[n][1]);
         }
       }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) sums[0][0][i] += odd[i];
     }
   }
 
@@ -120,20 +128,6 @@ struct TileSums {
           }
         }
       }
-    }
-  }
-
-  // B v of one chunk of a direct expand stage for all tokens, by one warp alone.
-  __device__ __forceinline__ void add_expand_chunk(uint32_t weights, uint32_t tokens, int ranks) {
-    const int row = lane & 15;
-#pragma unroll
-    for (int k = 0; k < kExpandColumns; k += 16) {
-      if (k >= ranks) break;
-      uint32_t b[kBlocks][2], a[4];
-      load_tokens<kPitch>(b, tokens, k);
-      ptx::ldmatrix_x4(a, weights + row * 64 + ((k / 8 + (lane >> 4)) ^ (row >> 1 & 3)) * 16);
-      mask_ranks(a, ranks - k);
-      ptx::mma_m16n8k16<T>(sums[0][0], a, b[0][0], b[0][1]);
     }
   }
 

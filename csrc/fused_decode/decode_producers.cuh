@@ -16,36 +16,47 @@ class WeightStream {
                                           const Block<C>& block)
       : k(k), maps(maps), block(block), policy(ptx::evict_first_policy()) {}
 
+  // Before run(), and before there are lists: asks for the first weights of the first tile, a
+  // gate_up tile of this expert.
+  __device__ __forceinline__ void start(const Tile& gate_up_tile, int expert) {
+    const RingCursor begin = at;
+    count_from(k.p.hidden_size, C::kGateUpColumns);
+    const int most = min(C::kConfig.bytes_in_flight / C::kWeightBytes, block.ring.stages);
+    started_columns = min(static_cast<int>(k.p.hidden_size), most * C::kGateUpColumns);
+    gate_up_rows(expert, gate_up_tile.block, 0, started_columns);
+    block.queue.push(num_announced++, gate_up_tile, begin);
+  }
+
   __device__ __forceinline__ void run(int ticket) {
-    int n = 0;  // tiles announced
     for (;; ticket = next_ticket) {
       const Tile tile = block.plan.tile(ticket);
       if (tile.kind == TileKind::kEnd) break;
-      next_ticket = -1;
+      const bool is_started = started_columns > 0;
+      if (!is_started) next_ticket = -1;
       const bool gate_up = is_gate_up(tile.kind);
       if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
         const int first_rank = rank_block<C>(tile) * shrink_ranks(k.p, gate_up);
         if (first_rank < rank_of(segment, gate_up)) {
-          block.queue.push(n++, tile, at);
+          block.queue.push(num_announced++, tile, at);
           shrink(tile, segment, first_rank, gate_up);
         }  // else beyond this slot's rank: no such tile
       } else {
-        block.queue.push(n++, tile, at);
+        if (!is_started) block.queue.push(num_announced++, tile, at);
         if (C::kDirect && !gate_up) {
           const int first = block.first_item(tile), end = block.end_item(tile);
-          const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
-          stages_before_ticket = max((end - first) * stages - 3, 0);
+          count_from(k.p.intermediate_size, C::kDownColumns, end - first);
+#pragma unroll 1
           for (int i = first; i < end; i++) down(block.item(i).expert, tile.block);
           direct_expands(tile);
         } else if (gate_up) {
-          const int stages = ceil_div_int(int(k.p.hidden_size), C::kGateUpColumns);
-          stages_before_ticket = max(stages - 3, 0);
-          gate_up_rows(block.item(tile.index).expert, tile.block);
+          if (!is_started) count_from(k.p.hidden_size, C::kGateUpColumns);
+          gate_up_rows(block.item(tile.index).expert, tile.block, started_columns,
+                       static_cast<int>(k.p.hidden_size));
+          started_columns = 0;
           if (!C::kDirect) expands(tile.index, tile.block, true);
         } else {
-          const int stages = ceil_div_int(int(k.p.intermediate_size), C::kDownColumns);
-          stages_before_ticket = max(stages - 3, 0);
+          count_from(k.p.intermediate_size, C::kDownColumns);
           down(block.item(tile.index).expert, tile.block);
           expands(tile.index, tile.block, false);
         }
@@ -54,7 +65,7 @@ class WeightStream {
     }
     // One end mark for every group.
     for (int g = 0; g < kConsumerGroups; g++) {
-      block.queue.push(n++, {TileKind::kEnd, 0, 0}, at);
+      block.queue.push(num_announced++, {TileKind::kEnd, 0, 0}, at);
     }
   }
 
@@ -64,15 +75,20 @@ class WeightStream {
   const Block<C>& block;
   const uint64_t policy;
   RingCursor at = {0, 0}, landed = {0, 0};
-  int in_flight = 0;
+  int in_flight = 0, num_announced = 0;
   int next_ticket = -1, stages_before_ticket = 0;
-  uint32_t full, dst;  // of the stage being filled
+  int started_columns = 0;  // of the first tile, by start()
+  uint32_t full, dst;       // of the stage being filled
 
   __device__ __forceinline__ void take_ticket() {
     next_ticket = static_cast<int>(atomicAdd(k.counters + kTicketCounter, 1u));
   }
   // The next ticket is taken early enough to hide the counter's latency, late enough to keep the
-  // order of work.
+  // order of work: three stages before the end of a tile of so many columns, one or more times.
+  __device__ __forceinline__ void count_from(int64_t columns, int stage_columns, int times = 1) {
+    const int stages = ceil_div_int(static_cast<int>(columns), stage_columns);
+    stages_before_ticket = max(times * stages - 3, 0);
+  }
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
@@ -80,7 +96,7 @@ class WeightStream {
   // ring on its way every other access queues behind it: the last gate_up tiles' weights behind
   // other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
-    const int most = min(C::kConfig.bytes_in_flight / bytes, block.ring.stages);
+    const int most = min(C::kConfig.bytes_in_flight / max(bytes, 1024), block.ring.stages);
 #pragma unroll 1
     for (; in_flight >= most; in_flight--) {
       ptx::mbarrier_wait(block.ring.weights_full(landed), landed.phase);
@@ -104,7 +120,7 @@ class WeightStream {
     const int expert = a.shared_outer ? 0 : block.item(segment.item).expert;
     const int stage_columns = C::shrink_columns((segment.count + 7) / 8);
     const ColumnRange range = shrink_range<C>(k.p, tile, stage_columns);
-    stages_before_ticket = max(ceil_div_int(range.end - range.begin, stage_columns) - 3, 0);
+    count_from(range.end - range.begin, stage_columns);
 #pragma unroll 1
     for (int c = range.begin; c < range.end; c += stage_columns) {
       count_stage();
@@ -117,10 +133,10 @@ class WeightStream {
       end_stage();
     }
   }
-  __device__ __forceinline__ void gate_up_rows(int expert, int row_block) {
+  __device__ __forceinline__ void gate_up_rows(int expert, int row_block, int begin, int end) {
     const int first = row_block * (C::kGateUpRows / 16);  // in blocks of 8 gate and 8 up rows
 #pragma unroll 1
-    for (int c = 0; c < k.p.hidden_size; c += C::kGateUpColumns) {
+    for (int c = begin; c < end; c += C::kGateUpColumns) {
       count_stage();
       begin_stage(C::kGateUpRows * C::kGateUpColumns * 2);
       if (C::kGateUpColumns > 64 && k.w13_expert_blocks > 0) {
@@ -157,6 +173,7 @@ class WeightStream {
   // B of every segment of an item, 32 ranks a stage.
   __device__ __forceinline__ void expands(int item_index, int row_block, bool gate_up) {
     const int end = block.end_segment(item_index);
+#pragma unroll 1
     for (int i = block.first_segment(item_index); i < end; i++) {
       const Segment segment = block.lists.segments[i];
       const int expert = block.item(item_index).expert;
@@ -174,24 +191,13 @@ class WeightStream {
       }
     }
   }
-  // B of every segment of a direct tile's items, kDirectChunks chunks of 32 ranks a stage.
+  // The rank vectors of a direct tile come without weights: the consumers have read B themselves.
   __device__ __forceinline__ void direct_expands(const Tile& tile) {
-    const int first = block.first_piece_segment(tile), end = block.end_piece_segment(tile);
-    int chunks = 0, chunk = 0;
-    for (int i = first; i < end; i++) {
-      chunks += ceil_div_int(block.lists.segments[i].down_rank, kExpandColumns);
-    }
-    for (int i = first; i < end; i++) {
-      const Segment segment = block.lists.segments[i];
-      const int expert = k.p.down_b.shared_outer ? 0 : block.item(segment.item).expert;
-      for (int r = 0; r < segment.down_rank; r += kExpandColumns) {
-        const int place = chunk % C::kDirectChunks;
-        if (place == 0) begin_stage(min(chunks - chunk, C::kDirectChunks) * C::kDirectChunkBytes);
-        ptx::tma_load_4d(dst + place * C::kDirectChunkBytes, &maps.down_b, full, r,
-                         tile.block * C::kDownRows, expert, segment.slot, policy);
-        chunk++;
-        if (place == C::kDirectChunks - 1 || chunk == chunks) end_stage();
-      }
+    const int chunks = block.num_rank_chunks(tile);
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk += C::kDirectChunks) {
+      begin_stage(0);
+      end_stage();
     }
   }
 };
@@ -260,6 +266,7 @@ class TokenStream {
           if (!C::kDirect) expands(tile.index, false);
           break;
         case TileKind::kDirectDown:
+#pragma unroll 1
           for (int i = block.first_item(tile); i < block.end_item(tile); i++) down(i);
           if (C::kDirect) direct_expands(tile);
           break;
@@ -307,6 +314,7 @@ class TokenStream {
       element[q] = element_of(n) + first_column;
       offset[q] = row_of(n) * kPitch + first_column * 2;
     }
+#pragma unroll 1
     for (int c = range.begin; c < range.end; c += kColumns) {
       const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes;
       block.ring.wait_empty(at);
@@ -367,42 +375,38 @@ class TokenStream {
         item.count, [&](int n) { return pair_of(entries[n]) * stride; },
         [&](int n) { return C::kDirect ? int(token_of(entries[n])) : n; });
   }
-  // The rank vectors of every segment of a direct tile's items, 32 ranks side by side for each
-  // chunk of a stage; rows are tokens. Four lanes a chunk.
+  // The rank vectors of a direct tile, 32 ranks side by side for each chunk of a stage; rows are
+  // tokens. Four lanes a chunk.
   __device__ __forceinline__ void direct_expands(const Tile& tile) {
     static_assert(!C::kDirect || C::kDirectChunks * 4 == 32, "a stage's chunks take all lanes");
-    const int end = block.end_piece_segment(tile);
-    for (int first_chunk = 0;; first_chunk += C::kDirectChunks) {
-      int chunk = first_chunk + lane / 4, i = block.first_piece_segment(tile);
-      Segment segment = {};
-      for (; i < end; i++) {
-        segment = block.lists.segments[i];
-        const int chunks = ceil_div_int(segment.down_rank, kExpandColumns);
-        if (chunk < chunks) break;
-        chunk -= chunks;
-      }
-      if (!__any_sync(~0u, i < end)) return;
+    const int chunks = block.num_rank_chunks(tile);
+#pragma unroll 1
+    for (int first = 0; first < chunks; first += C::kDirectChunks) {
+      const RankChunk chunk = block.rank_chunk(tile, first + lane / 4);
       block.ring.wait_empty(at);
-      copy_vectors(segment, chunk * kExpandColumns + lane % 4 * 8, i < end);
+      copy_vectors(chunk, lane % 4 * 8);
       ptx::mbarrier_arrive(block.ring.tokens_full(at));
       at.advance(block.ring.stages);
     }
   }
-  // Copies the lane's 8 ranks of a segment's vectors, again until they have been written.
-  __device__ __forceinline__ void copy_vectors(const Segment& segment, int rank, bool has_chunk) {
-    const int rows = has_chunk && rank < padded_rank(segment.down_rank) ? int{segment.count} : 0;
+  // Copies 8 ranks of a chunk's vectors a lane, again until they have been written.
+  __device__ __forceinline__ void copy_vectors(const RankChunk& chunk, int rank) {
+    const Segment& segment = chunk.segment;
+    const int rows = rank < padded_rank(chunk.ranks) ? int{segment.count} : 0;
     const uint32_t* entries =
         block.lists.entries + (rows > 0 ? block.item(segment.item).start + segment.begin : 0);
-    const T* v = static_cast<const T*>(k.down_v) + rank;
+    const T* v = static_cast<const T*>(k.down_v) + chunk.first_rank + rank;
     const uint32_t dst = block.ring.tokens + at.stage * C::kTokenBytes + lane * 16;
     bool written;
     do {
+#pragma unroll 1
       for (int n = 0; n < rows; n++) {
         ptx::cp_async_16(dst + token_of(entries[n]) * token_pitch(C::kDownColumns),
                          v + pair_of(entries[n]) * k.down_v_ranks, 16);
       }
       ptx::cp_async_wait_all();
       written = true;
+#pragma unroll 1
       for (int n = 0; n < rows; n++) {
         const uint32_t row = dst + token_of(entries[n]) * token_pitch(C::kDownColumns);
         written = written && is_written(ptx::load_shared_16(row));
@@ -419,6 +423,7 @@ class TokenStream {
     const int components = gate_up ? 2 : 1;
     const int row = lane / 8, component = lane % 8 / 4, chunk = lane % 4;
     const int end = block.end_segment(item_index);
+#pragma unroll 1
     for (int i = block.first_segment(item_index); i < end; i++) {
       const Segment segment = block.lists.segments[i];
       const int rank = rank_of(segment, gate_up);

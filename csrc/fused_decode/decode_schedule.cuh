@@ -28,12 +28,37 @@ struct Tile {
   int block;  // of rows; of a gate_up shrink: rank block * kShrinkParts + part
 };
 
+__device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }
+
 template <bool kDirect>
 struct Plan {
   int items, segments;
   int gate_up_blocks, down_blocks;                // row blocks an item, or a piece
   int gate_up_shrink_blocks, down_shrink_blocks;  // rank blocks of the segment with the most
   int pieces, items_per_piece;                    // of direct tiles
+
+  template <class C>
+  __device__ __forceinline__ static Plan make(const KernelParams& k, const ListTotals& totals) {
+    Plan plan = {};
+    plan.items = totals.items;
+    plan.segments = totals.segments;
+    plan.gate_up_blocks = ceil_div_int(static_cast<int>(k.p.intermediate_size), C::kGateUpRows / 2);
+    plan.down_blocks = ceil_div_int(static_cast<int>(k.p.hidden_size), C::kDownRows);
+    plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true) * C::kShrinkParts;
+    if constexpr (kDirect) {
+      plan.items_per_piece = max(k.items_per_piece, ceil_div_int(plan.items, kMaxPieces));
+      plan.pieces = max(ceil_div_int(plan.items, plan.items_per_piece), 1);
+      // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of
+      // the pieces costs a round trip.
+      if (plan.pieces == 2 && plan.down_blocks * 4 >= static_cast<int>(gridDim.x) * 3) {
+        plan.pieces = 1;
+        plan.items_per_piece = plan.items;
+      }
+    } else {
+      plan.down_shrink_blocks = shrink_tiles(k.p, totals.down_rank, false);
+    }
+    return plan;
+  }
 
   __device__ __forceinline__ Tile tile(int ticket) const {
     // Is it one of the next `count` tiles?
@@ -85,6 +110,7 @@ struct Ring {
   int stages;
 
   __device__ __forceinline__ void init() const {
+#pragma unroll 1
     for (int s = 0; s < stages; s++) {
       const RingCursor at = {s, 0};
       ptx::mbarrier_init(weights_full(at), 1);
@@ -149,6 +175,17 @@ struct TensorMaps {
   CUtensorMap w13, w2, gate_up_a, gate_up_b, down_a, down_b;
 };
 
+struct RankChunk {
+  Segment segment;
+  int first_rank, ranks;
+};
+
+// The element at which a row of an adapter matrix begins.
+__device__ __forceinline__ int64_t row_of(const LoraStack& stack, int slot, int expert, int row) {
+  return slot * stack.slot_stride + (stack.shared_outer ? 0 : expert) * stack.expert_stride +
+         row * stack.row_stride;
+}
+
 // What the warps of a block share.
 template <class C>
 struct Block {
@@ -170,12 +207,29 @@ struct Block {
   __device__ __forceinline__ int end_item(const Tile& piece) const {
     return min(first_item(piece) + plan.items_per_piece, plan.items);
   }
-  // The segments of all its items.
-  __device__ __forceinline__ int first_piece_segment(const Tile& piece) const {
-    return first_segment(first_item(piece));
+  // A piece's expand comes in chunks of at most 32 ranks of one of the segments of its items.
+  __device__ __forceinline__ int num_rank_chunks(const Tile& piece) const {
+    const int end = first_segment(end_item(piece));
+    int chunks = 0;
+#pragma unroll 1
+    for (int i = first_segment(first_item(piece)); i < end; i++) {
+      chunks += ceil_div_int(lists.segments[i].down_rank, kExpandColumns);
+    }
+    return chunks;
   }
-  __device__ __forceinline__ int end_piece_segment(const Tile& piece) const {
-    return first_segment(end_item(piece));
+  // One of them; `ranks` is 0 beyond the last.
+  __device__ __forceinline__ RankChunk rank_chunk(const Tile& piece, int index) const {
+    const int end = first_segment(end_item(piece));
+#pragma unroll 1
+    for (int i = first_segment(first_item(piece)); i < end; i++) {
+      const Segment segment = lists.segments[i];
+      const int first = index * kExpandColumns;
+      if (first < segment.down_rank) {
+        return {segment, first, min(segment.down_rank - first, kExpandColumns)};
+      }
+      index -= ceil_div_int(segment.down_rank, kExpandColumns);
+    }
+    return {};
   }
 };
 
@@ -205,7 +259,6 @@ __device__ __forceinline__ void dispatch_token_blocks(int blocks, Body&& body) {
     blocks == 5 ? body(Constant<5>{}) : body(Constant<6>{});
   }
 }
-__device__ __forceinline__ int ceil_div_int(int value, int by) { return (value + by - 1) / by; }
 
 // What of A a shrink tile multiplies: its block of ranks, and its columns, of whole stages.
 template <class C>

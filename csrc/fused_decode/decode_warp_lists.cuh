@@ -24,9 +24,11 @@ __device__ __forceinline__ LaneOrder order_lanes(uint32_t value, int limit) {
 }
 
 // Lane p < T * top_k has pair p. The rest of the block must not read the lists before a barrier.
-template <int kMaxTokens, bool kDirect>
+// Calls known(totals, expert_of), expert_of(item) for all lanes, when it knows the lists and has
+// not written them yet.
+template <int kMaxTokens, bool kDirect, class Known>
 __device__ __forceinline__ void build_lists_of_warp(const KernelParams& k, const Lists& lists,
-                                                    ListTotals& totals, int lane) {
+                                                    ListTotals& totals, int lane, Known&& known) {
   static_assert(kDirect || 2 * kMaxTokens >= kMaxWarpPairs, "a list is cut in two at most");
   constexpr uint32_t kAll = ~0u;
   const FusedDecodeParams& p = k.p;
@@ -79,18 +81,31 @@ __device__ __forceinline__ void build_lists_of_warp(const KernelParams& k, const
   const bool begins_item = local && at == start;
   const uint32_t items = __ballot_sync(kAll, begins_item);
   const int item = __popc(items & before) + piece;
+  ListTotals sums = {};
+  sums.items = __popc(items);
+  // Segments in the order of places: bit n of `begins` says that one begins at place n.
+  uint32_t group = 0, begins = 0;
+  bool begins_segment = false;
+  if (k.has_lora()) {
+    const uint32_t second_pieces = __ballot_sync(kAll, piece);
+    group = peers & by_slot.same & (piece ? second_pieces : ~second_pieces);
+    begins_segment = local && adapter.slot != kNoSlot && lane == __ffs(group) - 1;
+    begins = __reduce_or_sync(kAll, begins_segment ? 1u << at : 0u);
+    sums.segments = __popc(begins);
+    sums.gate_up_rank = __reduce_max_sync(kAll, begins_segment ? adapter.gate_up_rank : 0);
+    sums.down_rank = __reduce_max_sync(kAll, begins_segment ? adapter.down_rank : 0);
+  }
+  known(sums, [&](int index) {
+    const uint32_t lanes = __ballot_sync(kAll, begins_item && item == index);
+    return static_cast<int>(__shfl_sync(kAll, expert, __ffs(lanes) - 1));
+  });
+
+  if (lane == 0) totals = sums;
   if (local) lists.entries[at] = adapter.slot << 16 | static_cast<uint32_t>(lane);
   if (begins_item) {
     lists.items[item] = pack_item(start, min(kMaxTokens, count - piece * kMaxTokens), expert);
   }
-  if (lane == 0) totals.items = __popc(items);
-
   if (k.has_lora()) {
-    // Segments in the order of places: bit n of `begins` says that one begins at place n.
-    const uint32_t second_pieces = __ballot_sync(kAll, piece);
-    const uint32_t group = peers & by_slot.same & (piece ? second_pieces : ~second_pieces);
-    const bool begins_segment = local && adapter.slot != kNoSlot && lane == __ffs(group) - 1;
-    const uint32_t begins = __reduce_or_sync(kAll, begins_segment ? 1u << at : 0u);
     const int segment = __popc(begins & ((1u << at) - 1));
     if (begins_item) lists.first_segments[item] = static_cast<uint16_t>(segment);
     if (begins_segment) {
@@ -98,13 +113,7 @@ __device__ __forceinline__ void build_lists_of_warp(const KernelParams& k, const
           make_segment(item, adapter.slot, at - start, __popc(group),
                        static_cast<uint32_t>(adapter.gate_up_rank | adapter.down_rank << 8));
     }
-    const int gate_up_rank = __reduce_max_sync(kAll, begins_segment ? adapter.gate_up_rank : 0);
-    const int down_rank = __reduce_max_sync(kAll, begins_segment ? adapter.down_rank : 0);
-    if (lane == 0) {
-      lists.first_segments[__popc(items)] = static_cast<uint16_t>(__popc(begins));
-      totals.segments = __popc(begins);
-      totals.gate_up_rank = gate_up_rank, totals.down_rank = down_rank;
-    }
+    if (lane == 0) lists.first_segments[sums.items] = static_cast<uint16_t>(sums.segments);
   }
   if constexpr (kDirect) {
     if (begins_item) {

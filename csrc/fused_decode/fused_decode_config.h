@@ -23,7 +23,7 @@ struct FusedDecodeConfig {
 // everywhere; comparisons hold. Stages are 16 KB: 32 KB ones were 1-3 % slower in the prototype.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
     // Up to four tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
-    // direct. S1 T=1: 24.1 / 30.8 (22.8 / 27.4 by now); with 32 KB in flight 25.7 / 31.1, with the
+    // direct. S1 T=1: 24.1 / 30.8 (22.3 / 24.9 by now); with 32 KB in flight 25.7 / 31.1, with the
     // ring 25.4 / 35.6.
     {"rows32_direct", 32, 256, 16, 256, 4, true, 48 << 10},
     // Few tiles: S3 T=4: - / 88.0, 128 rows - / 95.5; S2 T=16: 52.1 / 55.5, 128 rows 53.1 / 56.8;

@@ -28,11 +28,13 @@ class Consumer {
       const Tile tile = block.queue.wait(n, at);
       if (tile.kind == TileKind::kEnd) return;
       const bool gate_up = is_gate_up(tile.kind);
-      if (C::kDirect && tile.kind == TileKind::kDirectDown) {
-        multiply_direct(tile);
-        finish_reading(n);
-        store_direct<C, T>(k, block, sums, tile, group, thread);
-        group_barrier();
+      if (tile.kind == TileKind::kDirectDown) {
+        if constexpr (C::kDirect) {
+          multiply_direct(tile);
+          finish_reading(n);
+          store_direct<C, T>(k, block, sums, tile, group, thread);
+          group_barrier();
+        }
       } else if (is_shrink(tile.kind)) {
         multiply_shrink(tile);
         finish_reading(n);
@@ -174,44 +176,10 @@ class Consumer {
       }
     });
   }
-  // B v of every segment of a piece; the warps take alternate chunks of a stage.
-  template <class Sums>
-  __device__ __forceinline__ void add_direct_expands(Sums& totals, const Tile& tile) {
-    const int end = block.end_piece_segment(tile);
-    int chunk = 0;  // of the stage
-    const auto end_stage = [&] {
-      block.ring.release(at, lane);
-      at.advance(block.ring.stages);
-      chunk = 0;
-    };
-    for (int i = block.first_piece_segment(tile); i < end; i++) {
-      const Segment segment = block.lists.segments[i];
-      for (int ranks = segment.down_rank; ranks > 0; ranks -= kExpandColumns) {
-        if (chunk == 0) block.ring.wait_full(at);
-        if (chunk % kGroupWarps == warp) {
-          Sums products(warp, lane);
-          products.add_expand_chunk(
-              block.ring.weights + at.stage * C::kWeightBytes + chunk * C::kDirectChunkBytes,
-              block.ring.tokens + at.stage * C::kTokenBytes + chunk * (kExpandColumns * 2), ranks);
-          add_weighted(totals.sums[0][0], products.sums[0][0],
-                       block.lists.direct_items[segment.item].weights, token_mask(segment), lane);
-        }
-        if (++chunk == C::kDirectChunks) end_stage();
-      }
-    }
-    if (chunk > 0) end_stage();
-  }
-  __device__ __forceinline__ uint32_t token_mask(const Segment& segment) const {
-    const uint32_t* entries = block.lists.entries + block.item(segment.item).start;
-    uint32_t mask = 0;
-    for (int n = segment.begin; n < segment.begin + segment.count; n++) {
-      mask |= 1u << k.token_of(pair_of(entries[n]));
-    }
-    return mask;
-  }
   // All items of a piece; the rows of a stage are tokens.
   __device__ __forceinline__ void multiply_direct(const Tile& tile) {
     using Sums = TileSums<C, T, C::kDownRows, C::kDownColumns, 1>;
+    DirectDownLora<C, T> lora(k, block, tile, thread);
     Sums totals(warp, lane);
     for (int i = block.first_item(tile); i < block.end_item(tile); i++) {
       const DirectItem& direct = block.lists.direct_items[i];
@@ -220,8 +188,9 @@ class Consumer {
       add_weighted(totals.sums[0][0], tile_sums.sums[0][0], direct.weights, direct.token_mask,
                    lane);
     }
-    add_direct_expands(totals, tile);
     totals.store(sums);
+    lora.add([&](auto&& body) { with_stage(body); });
+    lora.add_to(sums + warp * C::kMaxTokens * (C::kDownRows + 4));
   }
 };
 
@@ -289,37 +258,29 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Adds one. atomicAdd() would become one for the warp and a shuffle, which waits for it here.
     ticket = static_cast<int>(atomicInc(k.counters + kTicketCounter, INT32_MAX));
   }
+  WeightStream<C> weight_stream(k, maps, block);
   if (one_warp_lists) {
     if (warp == kWeightWarp) {
-      build_lists_of_warp<C::kMaxTokens, C::kDirect>(k, block.lists, totals, lane);
+      const auto start = [&](const ListTotals& known, auto&& expert_of) {
+        block.plan = Plan<C::kDirect>::template make<C>(k, known);
+        const Tile tile = block.plan.tile(__shfl_sync(~0u, ticket, 0));
+        if (tile.kind != TileKind::kGateUp) return;
+        const int expert = expert_of(tile.index);
+        if (lane == 0) weight_stream.start(tile, expert);
+      };
+      build_lists_of_warp<C::kMaxTokens, C::kDirect>(k, block.lists, totals, lane, start);
     }
   } else if constexpr (!C::kDirect) {
     build_lists<C::kMaxTokens>(k, block.lists, scratch, totals, tid);
     ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
   }
   __syncthreads();
-  const int hidden = static_cast<int>(k.p.hidden_size);
-  const int inter = static_cast<int>(k.p.intermediate_size);
-  const int items = totals.items;
-  block.plan.items = items;
-  block.plan.segments = totals.segments;
-  block.plan.gate_up_blocks = ceil_div_int(inter, C::kGateUpRows / 2);
-  block.plan.down_blocks = ceil_div_int(hidden, C::kDownRows);
-  block.plan.gate_up_shrink_blocks = shrink_tiles(k.p, totals.gate_up_rank, true) * C::kShrinkParts;
-  block.plan.down_shrink_blocks = C::kDirect ? 0 : shrink_tiles(k.p, totals.down_rank, false);
-  if constexpr (C::kDirect) {
-    block.plan.items_per_piece = max(k.items_per_piece, ceil_div_int(items, kMaxPieces));
-    block.plan.pieces = max(ceil_div_int(items, block.plan.items_per_piece), 1);
-    // Row blocks that nearly fill the GPU by themselves are not worth cutting in two: the sum of
-    // the pieces costs a round trip.
-    if (block.plan.pieces == 2 && block.plan.down_blocks * 4 >= static_cast<int>(gridDim.x) * 3) {
-      block.plan.pieces = 1;
-      block.plan.items_per_piece = items;
-    }
+  if (warp != kWeightWarp || !one_warp_lists) {
+    block.plan = Plan<C::kDirect>::template make<C>(k, totals);
   }
 
   if (warp == kWeightWarp) {
-    if (lane == 0) WeightStream<C>(k, maps, block).run(ticket);
+    if (lane == 0) weight_stream.run(ticket);
   } else if (warp == kTokenWarp) {
     TokenStream<C, T>(k, block, lane).run();
   } else {

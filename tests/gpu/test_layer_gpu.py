@@ -45,6 +45,21 @@ def test_ranks_at_a_real_models_sizes(device, dtype, tokens, rank):
     check(layer, lora, adapter_ids)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [24, 48, 128])
+def test_few_tokens_of_as_many_adapters(device, dtype, tokens, rank):
+    """More chunks of ranks than a stage of a direct tile holds, rows cut short; a repeated id, an expert elsewhere"""
+    layer, lora, _ = make(tokens, device, dtype, Shape(2056, 152, 32, 8), slots=4, rank=rank)
+    adapter_ids = torch.arange(tokens, device=device, dtype=torch.int32)
+    assert "direct" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    check(layer, lora, adapter_ids, **layer.biases)
+    ids = layer.topk_ids.clone()
+    ids[:, 1] = ids[:, 0]
+    ids[0, 2] = -1
+    check(layer.with_(topk_ids=ids), lora, adapter_ids)
+    check(layer.with_(topk_ids=ids), lora, torch.where(adapter_ids % 2 == 0, -1, adapter_ids))
+
+
 @pytest.mark.parametrize("tokens", [256, 257, 300, 400, 512, 513])
 def test_few_rows_an_expert_with_one_adapter(device, dtype, tokens):
     """On both sides of every bound between the one kernel and the prefill path, for all rows and for some"""

@@ -78,7 +78,7 @@ __device__ __forceinline__ void send_down_vectors(const KernelParams& k, const B
 
 // Eight neighbouring elements of B or A: zeros from element `ranks` on, because beyond a slot's
 // rank memory may hold anything.
-__device__ __forceinline__ uint4 mask_ranks(uint4 values, int ranks) {
+__device__ __forceinline__ uint4 mask_row(uint4 values, int ranks) {
   if (ranks >= 8) return values;
   uint32_t* words = reinterpret_cast<uint32_t*>(&values);
 #pragma unroll
@@ -96,7 +96,7 @@ __device__ __forceinline__ void unpack8(const uint4& row, float (&values)[8]) {
     values[2 * c] = pair.x, values[2 * c + 1] = pair.y;
   }
 }
-// Their dot product with fp32 values.
+// Eight such elements times fp32 values, added up.
 template <class T>
 __device__ __forceinline__ float dot8(const uint4& row, const float* values) {
   float own[8], sum = 0.0f;
@@ -177,7 +177,7 @@ class DirectLora {
         for (int r = 0; r < segment.gate_up_rank; r += 8) {
           const bool is_prefetched = i == first && at == thread && r < 16;
           const uint4 values = !is_prefetched ? load8(b_row + r) : r == 0 ? b[0] : b[1];
-          delta += dot8<T>(mask_ranks(values, segment.gate_up_rank - r), v + r);
+          delta += dot8<T>(mask_row(values, segment.gate_up_rank - r), v + r);
         }
         sums[n * (kRows + 4) + row] += delta;
       }
@@ -235,19 +235,18 @@ class DirectLora {
   __device__ __forceinline__ const T* gate_up_b_row(const Segment& segment, int row) const {
     if (k->gate_up_rank == 0 || !inside(row / 16)) return nullptr;
     const LoraStack& stack = k->p.gate_up_b;
-    const int64_t column = tile.block * kColumns + row / 16 * 8 + (row & 7);
-    return static_cast<const T*>(stack.ptr) + segment.slot * stack.slot_stride +
-           block->item(tile.index).expert * stack.expert_stride +
-           (component_of(row) * k->p.intermediate_size + column) * stack.row_stride;
+    const int column = tile.block * kColumns + row / 16 * 8 + (row & 7);
+    const int b_row = component_of(row) * static_cast<int>(k->p.intermediate_size) + column;
+    return static_cast<const T*>(stack.ptr) +
+           row_begin(stack, segment.slot, block->item(tile.index).expert, b_row);
   }
   __device__ __forceinline__ void load_down_a(const Segment& segment, int rank,
                                               uint4 (&row)[2]) const {
     if (rank >= segment.down_rank) return;
     const LoraStack& stack = k->p.down_a;
-    const T* columns =
-        static_cast<const T*>(stack.ptr) + segment.slot * stack.slot_stride +
-        (stack.shared_outer ? 0 : block->item(tile.index).expert) * stack.expert_stride +
-        rank * stack.row_stride + tile.block * kColumns;
+    const T* columns = static_cast<const T*>(stack.ptr) +
+                       row_begin(stack, segment.slot, block->item(tile.index).expert, rank) +
+                       tile.block * kColumns;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (inside(half)) row[half] = load8(columns + half * 8);
@@ -310,7 +309,7 @@ class DirectDownLora {
     if (ranks == 0) return;
     const Item item = block.item(chunk.segment.item);
     const T* from = static_cast<const T*>(k.p.down_b.ptr) + chunk.first_rank +
-                    row_of(k.p.down_b, chunk.segment.slot, item.expert, column);
+                    row_begin(k.p.down_b, chunk.segment.slot, item.expert, column);
 #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       if (i * 8 < ranks) b[i] = ptx::load_cg_16(from + i * 8);
@@ -337,7 +336,7 @@ class DirectDownLora {
         if (i * 8 >= ranks) break;
         float values[8];
         unpack8<T>(ptx::load_shared_16(v + i * 16), values);
-        sum[i] = dot8<T>(mask_ranks(b[i], ranks - i * 8), values);
+        sum[i] = dot8<T>(mask_row(b[i], ranks - i * 8), values);
       }
       const float weighted = weights[token] * ((sum[0] + sum[1]) + (sum[2] + sum[3]));
 #pragma unroll

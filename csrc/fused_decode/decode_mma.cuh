@@ -91,11 +91,11 @@ struct TileSums {
   template <bool kGateUp>
   __device__ __forceinline__ void add_expand(uint32_t weights, uint32_t tokens, int ranks,
                                              typename C::TokenMask token_mask, bool up_rows_first) {
+    static_assert(kSplitRows, "each warp has rows of its own");
     const int row = first_row() + (lane & 15);
 #pragma unroll
     for (int k = 0; k < kExpandColumns; k += 16) {
       if (k >= ranks) break;
-      if (!kSplitRows && k / 16 != warp) continue;
       uint32_t gate[kBlocks][2], up[kGateUp ? kBlocks : 1][2];
       load_tokens<kExpandPitch>(gate, tokens, k);
       if constexpr (kGateUp) load_tokens<kExpandPitch>(up, tokens, kExpandColumns + k);

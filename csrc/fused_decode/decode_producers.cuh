@@ -19,30 +19,28 @@ class WeightStream {
   // Before run(), and before there are lists: asks for the first weights of the first tile, a
   // gate_up tile of this expert.
   __device__ __forceinline__ void start(const Tile& gate_up_tile, int expert) {
-    const RingCursor begin = at;
     count_from(k.p.hidden_size, C::kGateUpColumns);
     const int most = min(C::kConfig.bytes_in_flight / C::kWeightBytes, block.ring.stages);
     started_columns = min(static_cast<int>(k.p.hidden_size), most * C::kGateUpColumns);
     gate_up_rows(expert, gate_up_tile.block, 0, started_columns);
-    block.queue.push(num_announced++, gate_up_tile, begin);
   }
 
   __device__ __forceinline__ void run(int ticket) {
-    for (;; ticket = next_ticket) {
+    int n = 0;  // tiles announced
+    for (;;) {
       const Tile tile = block.plan.tile(ticket);
       if (tile.kind == TileKind::kEnd) break;
       const bool is_started = started_columns > 0;
-      if (!is_started) next_ticket = -1;
       const bool gate_up = is_gate_up(tile.kind);
       if (is_shrink(tile.kind)) {
         const Segment segment = block.lists.segments[tile.index];
         const int first_rank = rank_block<C>(tile) * shrink_ranks(k.p, gate_up);
         if (first_rank < rank_of(segment, gate_up)) {
-          block.queue.push(num_announced++, tile, at);
+          block.queue.push(n++, tile, at);
           shrink(tile, segment, first_rank, gate_up);
         }  // else beyond this slot's rank: no such tile
       } else {
-        if (!is_started) block.queue.push(num_announced++, tile, at);
+        block.queue.push(n++, tile, is_started ? RingCursor{0, 0} : at);
         if (C::kDirect && !gate_up) {
           const int first = block.first_item(tile), end = block.end_item(tile);
           count_from(k.p.intermediate_size, C::kDownColumns, end - first);
@@ -62,10 +60,12 @@ class WeightStream {
         }
       }
       if (next_ticket < 0) take_ticket();
+      ticket = next_ticket;
+      next_ticket = -1;
     }
     // One end mark for every group.
     for (int g = 0; g < kConsumerGroups; g++) {
-      block.queue.push(num_announced++, {TileKind::kEnd, 0, 0}, at);
+      block.queue.push(n++, {TileKind::kEnd, 0, 0}, at);
     }
   }
 
@@ -75,7 +75,7 @@ class WeightStream {
   const Block<C>& block;
   const uint64_t policy;
   RingCursor at = {0, 0}, landed = {0, 0};
-  int in_flight = 0, num_announced = 0;
+  int in_flight = 0;
   int next_ticket = -1, stages_before_ticket = 0;
   int started_columns = 0;  // of the first tile, by start()
   uint32_t full, dst;       // of the stage being filled
@@ -96,7 +96,8 @@ class WeightStream {
   // ring on its way every other access queues behind it: the last gate_up tiles' weights behind
   // other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
-    const int most = min(C::kConfig.bytes_in_flight / max(bytes, 1024), block.ring.stages);
+    const int stages = block.ring.stages;
+    const int most = bytes == 0 ? stages : min(C::kConfig.bytes_in_flight / bytes, stages);
 #pragma unroll 1
     for (; in_flight >= most; in_flight--) {
       ptx::mbarrier_wait(block.ring.weights_full(landed), landed.phase);

@@ -181,7 +181,8 @@ struct RankChunk {
 };
 
 // The element at which a row of an adapter matrix begins.
-__device__ __forceinline__ int64_t row_of(const LoraStack& stack, int slot, int expert, int row) {
+__device__ __forceinline__ int64_t row_begin(const LoraStack& stack, int slot, int expert,
+                                             int row) {
   return slot * stack.slot_stride + (stack.shared_outer ? 0 : expert) * stack.expert_stride +
          row * stack.row_stride;
 }

@@ -24,8 +24,8 @@ __device__ __forceinline__ LaneOrder order_lanes(uint32_t value, int limit) {
 }
 
 // Lane p < T * top_k has pair p. The rest of the block must not read the lists before a barrier.
-// Calls known(totals, expert_of), expert_of(item) for all lanes, when it knows the lists and has
-// not written them yet.
+// Calls known(totals, expert_of) as soon as the lists are known, before they are written: all lanes
+// together, and so must expert_of(item), the expert of that item, be called.
 template <int kMaxTokens, bool kDirect, class Known>
 __device__ __forceinline__ void build_lists_of_warp(const KernelParams& k, const Lists& lists,
                                                     ListTotals& totals, int lane, Known&& known) {

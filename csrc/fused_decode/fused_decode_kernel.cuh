@@ -234,9 +234,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::prefetch_tensor_map(&maps.w2);
     if (k.gate_up_rank > 0) {
       ptx::prefetch_tensor_map(&maps.gate_up_a);
-      ptx::prefetch_tensor_map(&maps.gate_up_b);
+      if (!C::kDirect) ptx::prefetch_tensor_map(&maps.gate_up_b);
     }
-    if (k.down_rank > 0) {
+    if (k.down_rank > 0 && !C::kDirect) {
       ptx::prefetch_tensor_map(&maps.down_a);
       ptx::prefetch_tensor_map(&maps.down_b);
     }
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // starts.
   ptx::launch_dependents();
 
-  // The first ticket's latency hides behind the lists.
+  // The first ticket's latency hides behind the lists, or behind the ids that they are made from.
   int ticket = 0;
   if (warp == kWeightWarp && lane == 0) {
     // Adds one. atomicAdd() would become one for the warp and a shuffle, which waits for it here.

@@ -54,9 +54,9 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   if (k.gate_up_rank > 0) {
     maps.gate_up_a =
         shrink_map(p, p.gate_up_a, p.hidden_size, p.gate_up_rank, p.gate_up_a_components);
-    maps.gate_up_b = gate_up_b_map(p, C::kGateUpRows);
+    if (!C::kDirect) maps.gate_up_b = gate_up_b_map(p, C::kGateUpRows);
   }
-  if (k.down_rank > 0) {
+  if (k.down_rank > 0 && !C::kDirect) {
     maps.down_a = shrink_map(p, p.down_a, p.intermediate_size, p.down_rank, 1);
     maps.down_b = down_b_map(p, C::kDownRows);
   }

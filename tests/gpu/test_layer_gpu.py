@@ -60,6 +60,24 @@ def test_few_tokens_of_as_many_adapters(device, dtype, tokens, rank):
     check(layer.with_(topk_ids=ids), lora, torch.where(adapter_ids % 2 == 0, -1, adapter_ids))
 
 
+@pytest.mark.parametrize("hidden", [120, 768, 1000, 1280, 1544])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_few_tokens_of_every_number_of_stages(device, dtype, tokens, hidden):
+    """The first tile's weights are asked for before there are lists: all of them, or most, or the next ticket with them"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(hidden, 200, 12, 4), slots=2, rank=16)
+    check(layer)
+    check(layer, lora, adapter_ids)
+
+
+@pytest.mark.parametrize("ranks", [None, [(128, 128), (128, 0)]])
+def test_direct_tiles_in_pieces(device, dtype, ranks):
+    """Four pieces of sixteen chunks of ranks each, or of eight for the rows of one adapter and none for the other's"""
+    layer, lora, _ = make(2, device, dtype, Shape(512, 768, 16, 8), slots=2, rank=128, ranks=ranks)
+    ids = torch.arange(16, device=device, dtype=torch.int32).view(2, 8)
+    adapter_ids = torch.arange(2, device=device, dtype=torch.int32)
+    check(layer.with_(topk_ids=ids), lora, adapter_ids)
+
+
 @pytest.mark.parametrize("tokens", [256, 257, 300, 400, 512, 513])
 def test_few_rows_an_expert_with_one_adapter(device, dtype, tokens):
     """On both sides of every bound between the one kernel and the prefill path, for all rows and for some"""

@@ -63,7 +63,7 @@ def test_few_tokens_of_as_many_adapters(device, dtype, tokens, rank):
 @pytest.mark.parametrize("hidden", [120, 768, 1000, 1280, 1544])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_few_tokens_of_every_number_of_stages(device, dtype, tokens, hidden):
-    """The first tile's weights are asked for before there are lists: all of them, or most, or the next ticket with them"""
+    """The first tile's weights are asked for before there are lists: all, or most, or the next ticket with them"""
     layer, lora, adapter_ids = make(tokens, device, dtype, Shape(hidden, 200, 12, 4), slots=2, rank=16)
     check(layer)
     check(layer, lora, adapter_ids)

@@ -73,6 +73,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int b
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
                : "memory");
 }
+// The same of 4 or 8 bytes, aligned as they.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_word(uint32_t dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst), "l"(src), "n"(kBytes)
+               : "memory");
+}
 // Waits for all of this thread's cp.async copies.
 __device__ __forceinline__ void cp_async_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");

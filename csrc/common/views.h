@@ -21,6 +21,7 @@ struct IdMatrix {
   Kind kind;
   int32_t num_cols;  // K
 
+  MOELORA_HOST_DEVICE int element_bytes() const { return kind == Kind::kInt64 ? 8 : 4; }
   // Id of the expanded index `pair` = t*K + k. Ids that int32 cannot hold come back as -1: they
   // name no expert.
   MOELORA_HOST_DEVICE int32_t operator()(int64_t pair) const {

@@ -137,10 +137,12 @@ struct DirectItem {
   uint32_t token_mask;
 };
 
-// Byte offsets in dynamic shared memory. The prologue's scratch lies over the ring.
+// Byte offsets in dynamic shared memory. The prologue's scratch lies over the end of the ring, so
+// that the first stages may be asked for while there is scratch.
 struct SharedLayout {
   int32_t stages;
   int32_t weights, tokens, sums, entries, items, first_segments, segments, direct_items;
+  int32_t scratch;  // in front of `weights` where it does not fit
   int32_t bytes;
 };
 
@@ -150,7 +152,7 @@ constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, sca
 constexpr int kMaxSharedBytes = 232448 - 1280 - 1024;
 
 template <class C>
-constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
+constexpr SharedLayout shared_layout(int pairs, int experts, int items, bool has_lora) {
   SharedLayout layout = {};
   // Lists from the end of memory, largest alignment first; the ring takes what is left.
   const int segment_bytes = has_lora ? 8 * pairs : 0;
@@ -164,6 +166,7 @@ constexpr SharedLayout shared_layout(int pairs, int items, bool has_lora) {
   layout.weights = kBarrierBytes;
   layout.tokens = layout.weights + layout.stages * C::kWeightBytes;
   layout.sums = layout.tokens + layout.stages * C::kTokenBytes;
+  layout.scratch = layout.sums - (C::kDirect ? 0 : (scratch_bytes(pairs, experts) + 15) / 16 * 16);
   layout.segments = layout.sums + kConsumerGroups * C::kSumBytes;
   layout.direct_items = layout.segments + segment_bytes;
   layout.entries = layout.direct_items + direct_bytes;

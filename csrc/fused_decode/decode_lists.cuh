@@ -81,8 +81,7 @@ __device__ __forceinline__ void prefetch_list_inputs(const KernelParams& k, bool
   };
   if (tid < k.num_pairs()) {
     const int token = k.token_of(tid), column = tid - token * p.top_k;
-    prefetch(p.ids.ptr, element_index(p.ids, token, column),
-             p.ids.kind == IdMatrix::Kind::kInt64 ? 8 : 4);
+    prefetch(p.ids.ptr, element_index(p.ids, token, column), p.ids.element_bytes());
     if (weights && p.weights.kind != WeightMatrix::Kind::kOne) {
       prefetch(p.weights.ptr, element_index(p.weights, token, column),
                p.weights.kind == WeightMatrix::Kind::kBFloat16 ? 2 : 4);
@@ -109,6 +108,7 @@ struct Scratch {
   Segment* segments;      // [P] by the place of their first entry
   uint32_t* keys;         // [P] unsorted entries
   uint32_t* places;       // [P] pack_place(), or kNotLocal
+  int64_t* ids;           // [P] as they lie in memory; over `segments`, which come later
   uint16_t* token_slots;  // [T]
   uint16_t* token_ranks;  // [T] gate_up and down rank of the token's slot, a byte each
 };
@@ -120,6 +120,7 @@ __device__ __forceinline__ Scratch carve_scratch(uint8_t* base, int pairs, int e
   s.bases = s.counts + padded;
   s.segments_before = reinterpret_cast<int*>(s.bases + padded);
   s.segments = reinterpret_cast<Segment*>(s.segments_before + kPlaceWords);
+  s.ids = reinterpret_cast<int64_t*>(s.segments);
   s.keys = reinterpret_cast<uint32_t*>(s.segments + pairs);
   s.places = s.keys + pairs;
   s.token_slots = reinterpret_cast<uint16_t*>(s.places + pairs);
@@ -207,6 +208,13 @@ __device__ __forceinline__ Segment make_segment(int item, uint32_t slot, int beg
   return segment;
 }
 
+// Where all tokens have one slot, of these ranks.
+__device__ __forceinline__ void add_one_segment_an_item(ListTotals& totals, uint32_t ranks) {
+  totals.segments = totals.items;
+  totals.gate_up_rank = static_cast<int>(ranks & 0xff);
+  totals.down_rank = static_cast<int>(ranks >> 8);
+}
+
 // Sorts every list, and where tokens have several slots (`mixed`) leaves the segments by place, and
 // the bits of their places.
 template <int kMaxTokens>
@@ -275,30 +283,46 @@ __device__ __forceinline__ void number_segments(const Lists& lists, const Scratc
 
 // All threads of the block. A block barrier must follow before the lists and their totals are read.
 // Its instructions come from far away each time, so that short code beats unrolled loops.
-template <int kMaxTokens>
+// Calls known(totals, expert_of), all lanes of the weight warp together, as soon as the tiles are
+// known, before the lists are written; not where tokens have several slots, whose segments are
+// known last. expert_of(item), the expert of that item, wants all lanes too.
+template <int kMaxTokens, class Known>
 __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& lists,
-                                            uint8_t* scratch, ListTotals& totals, int tid) {
+                                            uint8_t* scratch, ListTotals& totals, int tid,
+                                            Known&& known) {
   const FusedDecodeParams& p = k.p;
   const int num_tokens = static_cast<int>(p.num_tokens), num_pairs = k.num_pairs();
   const Scratch s = carve_scratch(scratch, num_pairs, p.num_local_experts);
 
-  // Count pairs by expert; the order inside a list is settled below, where it matters.
+  // All of a thread's ids, and its tokens' adapters, are on their way at once.
+  const int id_bytes = p.ids.element_bytes();
 #pragma unroll 1
   for (int pair = tid; pair < num_pairs; pair += kThreads) {
     const int token = k.token_of(pair);
-    const uint32_t expert = local_expert(p, token, pair - token * p.top_k);
-    s.places[pair] = expert < static_cast<uint32_t>(p.num_local_experts)
-                         ? pack_place(atomicAdd(s.counts + expert, 1u), expert)
-                         : kNotLocal;
+    const int64_t at = element_index(p.ids, token, pair - token * p.top_k);
+    const char* src = static_cast<const char*>(p.ids.ptr) + at * id_bytes;
+    const uint32_t dst = ptx::shared_address(s.ids + pair);
+    id_bytes == 8 ? ptx::cp_async_word<8>(dst, src) : ptx::cp_async_word<4>(dst, src);
   }
   if (k.has_lora()) {
-    // From the last warp on, beside the first warps' ids: two latencies at once.
+    // From the last warp on: the first ones have the most ids.
 #pragma unroll 1
     for (int t = kThreads - 1 - tid; t < num_tokens; t += kThreads) {
       const TokenAdapter adapter = token_adapter(k, t);
       s.token_slots[t] = static_cast<uint16_t>(adapter.slot);
       s.token_ranks[t] = static_cast<uint16_t>(adapter.gate_up_rank | adapter.down_rank << 8);
     }
+  }
+  ptx::cp_async_wait_all();
+  // Count pairs by expert; the order inside a list is settled below, where it matters.
+#pragma unroll 1
+  for (int pair = tid; pair < num_pairs; pair += kThreads) {
+    const int64_t bits = s.ids[pair];
+    const uint32_t expert =
+        local_expert(p, p.ids.id_of({.wide = bits, .word = static_cast<int32_t>(bits)}));
+    s.places[pair] = expert < static_cast<uint32_t>(p.num_local_experts)
+                         ? pack_place(atomicAdd(s.counts + expert, 1u), expert)
+                         : kNotLocal;
   }
   __syncthreads();
 
@@ -316,6 +340,21 @@ __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& 
   // slots together: such lists are sorted.
   const bool sorts = mixed || totals.is_cut;
   const bool one_slot = k.has_lora() && !mixed && s.token_slots[0] != kNoSlot;
+  if (tid / 32 == kWeightWarp && !mixed) {
+    ListTotals sums = {};
+    sums.items = totals.items;
+    if (one_slot) add_one_segment_an_item(sums, s.token_ranks[0]);
+    known(sums, [&](int item) {
+      int expert = 0;
+#pragma unroll 1
+      for (int e = tid % 32; e < p.num_local_experts; e += 32) {
+        const int begin = base_item(s.bases[e]);
+        const int end = begin + (static_cast<int>(s.counts[e]) + kMaxTokens - 1) / kMaxTokens;
+        if (begin <= item && item < end) expert = e;
+      }
+      return __reduce_max_sync(~0u, expert);
+    });
+  }
   uint32_t* keys = sorts ? s.keys : lists.entries;
 #pragma unroll 1
   for (int pair = tid; pair < num_pairs; pair += kThreads) {
@@ -337,9 +376,7 @@ __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& 
   }
   if (one_slot && tid == 0) {
     lists.first_segments[totals.items] = static_cast<uint16_t>(totals.items);
-    totals.segments = totals.items;
-    totals.gate_up_rank = s.token_ranks[0] & 0xff;
-    totals.down_rank = s.token_ranks[0] >> 8;
+    add_one_segment_an_item(totals, s.token_ranks[0]);
   }
   if (!sorts) return;
   __syncthreads();

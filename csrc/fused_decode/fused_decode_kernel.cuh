@@ -241,8 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::prefetch_tensor_map(&maps.down_b);
     }
   }
-  // The lists' scratch lies over the ring, which is still idle.
-  uint8_t* scratch = shared + k.shared.weights;
+  uint8_t* scratch = shared + k.shared.scratch;
   const bool one_warp_lists = C::kDirect || k.num_pairs() <= kMaxWarpPairs;
   if (tid == 0) totals = {};
   if (!one_warp_lists) clear_scratch(scratch, k.p.num_local_experts, tid);
@@ -259,19 +258,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     ticket = static_cast<int>(atomicInc(k.counters + kTicketCounter, INT32_MAX));
   }
   WeightStream<C> weight_stream(k, maps, block);
+  const bool scratch_lets_start =
+      one_warp_lists || k.shared.scratch >= k.shared.weights + C::kConfig.bytes_in_flight;
+  // The weight warp, as soon as the tiles are known.
+  const auto start = [&](const ListTotals& known, auto&& expert_of) {
+    if (!scratch_lets_start) return;
+    block.plan = Plan<C::kDirect>::template make<C>(k, known);
+    const Tile tile = block.plan.tile(__shfl_sync(~0u, ticket, 0));
+    if (tile.kind != TileKind::kGateUp) return;
+    const int expert = expert_of(tile.index);
+    if (lane == 0) weight_stream.start(tile, expert);
+  };
   if (one_warp_lists) {
     if (warp == kWeightWarp) {
-      const auto start = [&](const ListTotals& known, auto&& expert_of) {
-        block.plan = Plan<C::kDirect>::template make<C>(k, known);
-        const Tile tile = block.plan.tile(__shfl_sync(~0u, ticket, 0));
-        if (tile.kind != TileKind::kGateUp) return;
-        const int expert = expert_of(tile.index);
-        if (lane == 0) weight_stream.start(tile, expert);
-      };
       build_lists_of_warp<C::kMaxTokens, C::kDirect>(k, block.lists, totals, lane, start);
     }
   } else if constexpr (!C::kDirect) {
-    build_lists<C::kMaxTokens>(k, block.lists, scratch, totals, tid);
+    build_lists<C::kMaxTokens>(k, block.lists, scratch, totals, tid, start);
     ptx::fence_proxy_async_shared();  // the ring's next writes are TMA's
   }
   __syncthreads();

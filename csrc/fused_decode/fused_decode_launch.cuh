@@ -44,8 +44,8 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   using C = Tiles<kConfigIndex>;
   const Workspace w = workspace_layout(p, kConfigIndex);
   const bool lora = has_gate_up_lora(p) || has_down_lora(p);
-  const SharedLayout shared =
-      shared_layout<C>(static_cast<int>(p.num_tokens) * p.top_k, w.max_items, lora);
+  const SharedLayout shared = shared_layout<C>(static_cast<int>(p.num_tokens) * p.top_k,
+                                               p.num_local_experts, w.max_items, lora);
   const KernelParams k = kernel_params(p, w, shared, C::kDownRows);
 
   TensorMaps maps = {};

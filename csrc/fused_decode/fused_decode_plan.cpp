@@ -13,10 +13,8 @@ template <class C>
 bool lists_fit(const FusedDecodeParams& p, int items) {
   const int pairs = static_cast<int>(p.num_tokens) * p.top_k;
   const bool lora = has_gate_up_lora(p) || has_down_lora(p);
-  const SharedLayout layout = shared_layout<C>(pairs, items, lora);
-  const int scratch = C::kDirect ? 0 : scratch_bytes(pairs, p.num_local_experts);
-  return layout.stages >= kMinStages &&
-         scratch <= layout.stages * (C::kWeightBytes + C::kTokenBytes);
+  const SharedLayout layout = shared_layout<C>(pairs, p.num_local_experts, items, lora);
+  return layout.stages >= kMinStages && layout.scratch >= layout.weights;
 }
 template <int... kIndices>
 bool lists_fit(const FusedDecodeParams& p, int config_index,

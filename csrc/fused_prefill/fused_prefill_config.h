@@ -8,13 +8,15 @@ namespace moelora {
 // A GEMM item is a block of `weight_rows` times one token tile: at most `max_tokens` rows of one
 // expert, in steps of 16. The ring holds `stages` blocks of 64 columns of both. The blocks of a
 // cluster (one or two) do as many token tiles of one expert with the same weights, of which each
-// loads its share for all.
+// loads its share for all. `one_tile`: meant for experts whose rows fit one tile, so that weights
+// are read once.
 struct FusedPrefillConfig {
   const char* name;
   int32_t weight_rows;
   int32_t max_tokens;
   int32_t stages;
   int32_t cluster;
+  bool one_tile;
 };
 
 // Figures: µs a layer on one H200, bursts, no adapter (benchmarks/results/prefill_configs.txt); S1
@@ -23,17 +25,17 @@ struct FusedPrefillConfig {
 constexpr FusedPrefillConfig kFusedPrefillConfigs[] = {
     // Weights are read once and set the pace, so depth in flight counts: S1 T=512 316, with 192
     // tokens 318, with 256 330; S3 T=2048 716, 725 and 749.
-    {"tokens144_stages6", 128, 144, 6, 1},
+    {"tokens144_stages6", 128, 144, 6, 1, true},
     // For about 128 rows an expert: S1 T=2048 381, with 144 tokens 386, with 256 394; S3 T=4096
     // 800, 844 and 828.
-    {"tokens192_stages5", 128, 192, 5, 1},
+    {"tokens192_stages5", 128, 192, 5, 1, true},
     // Tensor cores, L2 and power set the pace, so bytes per flop count: S1 T=3072 453, with 192
     // tokens 504; T=6144 797, in pairs 822.
-    {"tokens256_stages4", 128, 256, 4, 1},
+    {"tokens256_stages4", 128, 256, 4, 1, false},
     // Fewer bytes from L2 per flop, where an expert's rows fill pairs of tiles well: S1 T=4096 560
     // against 608, T=16384 1957 against 1978, S3 T=8192 1120 against 1247; and S1 T=8192 1025, each
     // block on its own 1045.
-    {"rows256_tokens144_pairs", 256, 144, 4, 2},
+    {"rows256_tokens144_pairs", 256, 144, 4, 2, false},
 };
 constexpr int kNumFusedPrefillConfigs = 4;
 

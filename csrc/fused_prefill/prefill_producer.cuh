@@ -142,19 +142,33 @@ class Producer {
     return reinterpret_cast<const LoraUnit&>(v);
   }
 
-  // The block's share of the rows, for all of its cluster; the others' come from the others.
+  // The block's share of the rows, for all of its cluster; the others' come from the others. What
+  // is read once leaves L2 first where there are adapters, whose data, like x and z, are read again
+  // and again. (Without adapters that is slower: benchmarks/results/prefill_experiments.txt.)
   __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
     const int share = item.tile_idx % Tile::kCluster;
     const uint32_t dst = weights() + share * (Tile::kWeightBytes / Tile::kCluster);
     const int column = k_block * kBlockColumns;
     const int row = item.block * Tile::kWeightRows + share * Tile::kLoadedRows;
     const int expert = item.tile.expert;
-    if constexpr (kGateUp) {
-      constexpr auto load = Tile::kCluster > 1 ? sm90::tma_load_pair_5d : sm90::tma_load_5d;
-      load(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert);
+    if constexpr (Tile::kCluster > 1) {
+      if constexpr (kGateUp) {
+        sm90::tma_load_pair_5d(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert);
+      } else {
+        sm90::tma_load_pair_3d(dst, &maps_.weights, full(), column, row, expert);
+      }
+    } else if (Tile::kConfig.one_tile && p_.rank > 0) {
+      if constexpr (kGateUp) {
+        ptx::tma_load_5d(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert, evict_first_);
+      } else {
+        sm90::tma_load_3d(dst, &maps_.weights, full(), column, row, expert, evict_first_);
+      }
     } else {
-      constexpr auto load = Tile::kCluster > 1 ? sm90::tma_load_pair_3d : sm90::tma_load_3d;
-      load(dst, &maps_.weights, full(), column, row, expert);
+      if constexpr (kGateUp) {
+        sm90::tma_load_5d(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert);
+      } else {
+        sm90::tma_load_3d(dst, &maps_.weights, full(), column, row, expert);
+      }
     }
   }
 
@@ -288,6 +302,7 @@ class Producer {
   const ItemQueue& queue_;
   int32_t* const token_index_;
   const int thread_, row_, chunk_;
+  const uint64_t evict_first_ = ptx::evict_first_policy();
   RingPosition<Tile::kStages> at_{1};
 };
 

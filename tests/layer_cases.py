@@ -393,9 +393,10 @@ def test_strided_inputs_give_the_same_bits(device, dtype):
     assert torch.equal(run(layer, lora, strided_ids, **layer.biases), expected)
 
 
-def test_int64_ids_give_the_same_bits(device, dtype):
+@pytest.mark.parametrize("tokens", [9, 200])
+def test_int64_ids_give_the_same_bits(device, dtype, tokens):
     """A11: ids and adapter ids as torch.topk and indexing give them"""
-    layer, lora, adapter_ids = make(9, device, dtype)
+    layer, lora, adapter_ids = make(tokens, device, dtype)
     expected = run(layer, lora, adapter_ids)
     assert torch.equal(run(layer.with_(topk_ids=layer.topk_ids.long()), lora, adapter_ids.long()), expected)
 
@@ -407,9 +408,10 @@ def test_bf16_weights_are_read_as_they_are(device, dtype):
     assert torch.equal(got, run(layer.with_(topk_weights=rounded.float()), lora, adapter_ids))
 
 
-def test_packed_topk_gives_the_same_bits(device, dtype):
+@pytest.mark.parametrize("tokens", [9, 200])
+def test_packed_topk_gives_the_same_bits(device, dtype, tokens):
     """Negative weights must not touch the id, and -1 survives."""
-    layer, lora, adapter_ids = make(9, device, dtype, Shape(64, 32, 8, 4))
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(64, 32, 8, 4))
     weights = (layer.topk_weights - 0.7).bfloat16().float()
     assert (weights < 0).any()
     ids = layer.topk_ids.clone()

@@ -61,12 +61,13 @@ def test_few_tokens_of_as_many_adapters(device, dtype, tokens, rank):
 
 
 @pytest.mark.parametrize("hidden", [120, 768, 1000, 1280, 1544])
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 9, 90])
 def test_few_tokens_of_every_number_of_stages(device, dtype, tokens, hidden):
     """The first tile's weights are asked for before there are lists: all, or most, or the next ticket with them"""
     layer, lora, adapter_ids = make(tokens, device, dtype, Shape(hidden, 200, 12, 4), slots=2, rank=16)
     check(layer)
     check(layer, lora, adapter_ids)
+    check(layer, lora, torch.ones_like(adapter_ids))
 
 
 @pytest.mark.parametrize("ranks", [None, [(128, 128), (128, 0)]])
@@ -112,7 +113,9 @@ def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens, slots):
     """4,096 pairs, 32 rows an expert; of 64 adapters more than 2,048 (expert, adapter) runs"""
     layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=slots, rank=8)
     assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    check(layer)
     check(layer, lora, adapter_ids)
+    check(layer, lora, torch.zeros_like(adapter_ids))
 
 
 @pytest.mark.parametrize("tokens", [257, 600, 1000, 1500, 2100])

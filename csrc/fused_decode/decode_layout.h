@@ -142,7 +142,7 @@ struct DirectItem {
 struct SharedLayout {
   int32_t stages;
   int32_t weights, tokens, sums, entries, items, first_segments, segments, direct_items;
-  int32_t scratch;  // in front of `weights` where it does not fit
+  int32_t scratch;  // in front of `weights` where it does not fit: lists_fit() refuses such calls
   int32_t bytes;
 };
 

@@ -108,7 +108,7 @@ struct Scratch {
   Segment* segments;      // [P] by the place of their first entry
   uint32_t* keys;         // [P] unsorted entries
   uint32_t* places;       // [P] pack_place(), or kNotLocal
-  int64_t* ids;           // [P] as they lie in memory; over `segments`, which come later
+  int64_t* ids;           // [P] 4-byte ones in the low half; over `segments`, which come later
   uint16_t* token_slots;  // [T]
   uint16_t* token_ranks;  // [T] gate_up and down rank of the token's slot, a byte each
 };
@@ -284,8 +284,9 @@ __device__ __forceinline__ void number_segments(const Lists& lists, const Scratc
 // All threads of the block. A block barrier must follow before the lists and their totals are read.
 // Its instructions come from far away each time, so that short code beats unrolled loops.
 // Calls known(totals, expert_of), all lanes of the weight warp together, as soon as the tiles are
-// known, before the lists are written; not where tokens have several slots, whose segments are
-// known last. expert_of(item), the expert of that item, wants all lanes too.
+// known, while other warps write the lists; not where tokens have several slots, whose segments
+// are known last. Of the totals it gets items, segments and ranks. expert_of(item), the expert of
+// that item, wants all lanes too.
 template <int kMaxTokens, class Known>
 __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& lists,
                                             uint8_t* scratch, ListTotals& totals, int tid,
@@ -294,7 +295,7 @@ __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& 
   const int num_tokens = static_cast<int>(p.num_tokens), num_pairs = k.num_pairs();
   const Scratch s = carve_scratch(scratch, num_pairs, p.num_local_experts);
 
-  // All of a thread's ids, and its tokens' adapters, are on their way at once.
+  // All of a thread's ids are on their way at once, and while its tokens' adapters are read.
   const int id_bytes = p.ids.element_bytes();
 #pragma unroll 1
   for (int pair = tid; pair < num_pairs; pair += kThreads) {
@@ -319,7 +320,7 @@ __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& 
   for (int pair = tid; pair < num_pairs; pair += kThreads) {
     const int64_t bits = s.ids[pair];
     const uint32_t expert =
-        local_expert(p, p.ids.id_of({.wide = bits, .word = static_cast<int32_t>(bits)}));
+        local_expert(p, p.ids.id_of(IdMatrix::Element{bits, static_cast<int32_t>(bits)}));
     s.places[pair] = expert < static_cast<uint32_t>(p.num_local_experts)
                          ? pack_place(atomicAdd(s.counts + expert, 1u), expert)
                          : kNotLocal;

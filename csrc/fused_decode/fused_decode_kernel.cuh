@@ -258,6 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ticket = static_cast<int>(atomicInc(k.counters + kTicketCounter, INT32_MAX));
   }
   WeightStream<C> weight_stream(k, maps, block);
+  // start() asks for at most so many bytes, from the ring's first stage on.
   const bool scratch_lets_start =
       one_warp_lists || k.shared.scratch >= k.shared.weights + C::kConfig.bytes_in_flight;
   // The weight warp, as soon as the tiles are known.

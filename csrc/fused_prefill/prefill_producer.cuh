@@ -143,8 +143,8 @@ class Producer {
   }
 
   // The block's share of the rows, for all of its cluster; the others' come from the others. What
-  // is read once leaves L2 first where there are adapters, whose data, like x and z, are read again
-  // and again. (Without adapters that is slower: benchmarks/results/prefill_experiments.txt.)
+  // is read once leaves L2 first where this side has adapters, whose data, like x and z, are read
+  // again and again. (Without them that is slower: benchmarks/results/prefill_experiments.txt.)
   __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
     const int share = item.tile_idx % Tile::kCluster;
     const uint32_t dst = weights() + share * (Tile::kWeightBytes / Tile::kCluster);

@@ -1,5 +1,6 @@
-// PTX that only the prefill kernels use: tensor copies without a cache policy (an explicit one
-// costs 8 % and more here), register hand-over between warpgroups, transposed fragment stores.
+// PTX that only the prefill kernels use: tensor copies without a cache policy (to ask for the usual
+// one, evict_normal, costs 8 % and more here), register hand-over between warpgroups, transposed
+// fragment stores.
 #pragma once
 
 #include "../common/ptx.cuh"

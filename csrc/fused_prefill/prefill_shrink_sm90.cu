@@ -331,7 +331,8 @@ void launch_columns(const PrefillShrinkParams& p, cudaStream_t stream) {
   launch<T, kWarpgroups, 256>(p, stream);
 }
 
-// The taller blocks where many groups have over 64 rows: rows of A are read once a block.
+// The taller blocks where the mean says that many groups have over 64 rows: rows of A are read once
+// a block.
 template <class T>
 void launch_rows(const PrefillShrinkParams& p, cudaStream_t stream) {
   if (p.expected_rows > 56) return launch_columns<T, 2>(p, stream);

@@ -3,8 +3,10 @@
 #   tests/gpu/sanitize.sh memcheck|initcheck|racecheck [PYTEST_ARGS...]
 # Without PYTEST_ARGS only moelora.check runs: on an H200 that does nothing else, half a minute under memcheck or initcheck; over ten
 # minutes under racecheck. With them the tests follow, on one process per GPU test worker (such as `-n 6 -v -m "not slow"`; -v, so
-# that a run that is cut off has named what failed). Six workers, alone on a card, do about four tests a second under memcheck, and
-# more workers no more; under initcheck two, and a test of streams or graphs a minute, for it makes many reports (see below).
+# that a run that is cut off has named what failed). Six or seven workers, alone on a card, do four to seven tests a second under
+# memcheck, and more workers no more; a test of thousands of replays, or in a process of its own, takes minutes. Under initcheck two a
+# second, and a test of streams or graphs a minute, for it makes many reports (see below). Two runs in a dozen stood still after
+# "created: N/N workers", before a test had begun, with 12 workers and with 7; why is not known: start again.
 # No backtraces: where the tool keeps them, a process keeps what each call has allocated, its output and its workspace, which
 # test_eager_calls_do_not_grow_memory sees, and which fills the card.
 # racecheck leaves out the kernels whose rings are ordered by mbarriers written in PTX: racecheck_ring.cu shows why.

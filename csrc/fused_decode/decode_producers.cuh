@@ -7,6 +7,11 @@
 
 namespace moelora::fused_decode {
 
+template <class C>
+__device__ __forceinline__ int bytes_in_flight(const KernelParams& k) {
+  return k.has_lora() ? C::kConfig.bytes_in_flight_with_lora : C::kConfig.bytes_in_flight;
+}
+
 // One lane. Takes tickets, announces tiles, streams weights and adapter matrices. It waits for
 // stages of its own block only, never for another block's results.
 template <class C>
@@ -20,7 +25,7 @@ class WeightStream {
   // gate_up tile of this expert.
   __device__ __forceinline__ void start(const Tile& gate_up_tile, int expert) {
     count_from(k.p.hidden_size, C::kGateUpColumns);
-    const int most = min(C::kConfig.bytes_in_flight / C::kWeightBytes, block.ring.stages);
+    const int most = min(bytes_in_flight<C>(k) / C::kWeightBytes, block.ring.stages);
     started_columns = min(static_cast<int>(k.p.hidden_size), most * C::kGateUpColumns);
     gate_up_rows(expert, gate_up_tile.block, 0, started_columns);
   }
@@ -97,7 +102,7 @@ class WeightStream {
   // other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
     const int stages = block.ring.stages;
-    const int most = bytes == 0 ? stages : min(C::kConfig.bytes_in_flight / bytes, stages);
+    const int most = bytes == 0 ? stages : min(bytes_in_flight<C>(k) / bytes, stages);
 #pragma unroll 1
     for (; in_flight >= most; in_flight--) {
       ptx::mbarrier_wait(block.ring.weights_full(landed), landed.phase);

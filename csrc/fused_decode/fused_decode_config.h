@@ -14,33 +14,33 @@ struct FusedDecodeConfig {
   // For at most max_tokens tokens: a down tile covers all (or a piece) of the experts with one
   // column a token, so that it ends in `out`: no y, no second kernel.
   bool direct;
-  // Of weights that a block asks for at once: enough for the read bandwidth, not more.
-  int32_t bytes_in_flight;
+  // Of weights that a block asks for at once: enough for the read bandwidth, not more. Direct tiles
+  // with adapters take less, because what blocks wait for of each other queues behind it.
+  int32_t bytes_in_flight, bytes_in_flight_with_lora;
 };
 
-// Figures: µs a layer on one H200, side by side in one run (benchmarks/results/decode_tuning.txt);
-// S1, S2 and S3 as in performance.md; none / rank 16. Measured before the lists became 2 µs shorter
-// everywhere; comparisons hold. Stages are 16 KB: 32 KB ones were 1-3 % slower in the prototype.
+// Figures: µs a layer on one H200, side by side in one run (benchmarks/results/decode_tuning.txt,
+// ninth session); S1, S2 and S3 as in performance.md, with an adapter of rank 16 unless it says
+// none.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
-    // Up to four tokens of at most 32 pairs: few experts, so small tiles to fill 132 SMs, and
-    // direct. S1 T=1: 24.1 / 30.8 (22.3 / 24.9 by now); with 32 KB in flight 25.7 / 31.1, with the
-    // ring 25.4 / 35.6.
-    {"rows32_direct", 32, 256, 16, 256, 4, true, 48 << 10},
-    // Few tiles: S3 T=4: - / 88.0, 128 rows - / 95.5; S2 T=16: 52.1 / 55.5, 128 rows 53.1 / 56.8;
-    // S1 T=4: 72.3 / 76.3, 128 rows 72.4 / 76.8. With the ring in flight S3 T=4: - / 92.1.
-    {"rows64_tokens16", 64, 128, 64, 128, 16, false, 48 << 10},
-    // S1 T=16: 183.7 / 191.4, 64 rows 186.5 / 192.9; with 64 KB in flight 185.4 / 191.4, with the
-    // ring 185.0 / 192.5. S3 T=64: - / 554.9, with 48 KB in flight - / 563.5.
-    {"rows128_tokens16", 128, 64, 128, 64, 16, false, 80 << 10},
-    // Lists over 16 tokens cut in two read their weights twice: S1 T=256 289 against 348
-    // (prototype).
-    {"rows128_tokens32", 128, 64, 128, 64, 32, false, 64 << 10},
-    // And the fused prefill path reads them at less than the full rate: S1 T=320 292 / 304, 32
-    // tokens 296 / 311, prefill 312 / 344; T=512 314 / 334, 376 / 406 and 318 / 351.
-    {"rows128_tokens48", 128, 64, 128, 64, 48, false, 64 << 10},
+    // Small tiles to fill 132 SMs, and direct. In flight 48 / 64 / 80 KB: S1 T=1 23.8 / 24.5 /
+    // 25.1, none 21.9 / 21.3 / 21.5.
+    {"rows32_direct", 32, 256, 16, 256, 4, true, 64 << 10, 48 << 10},
+    // Runs of 256 bytes a weight row: S1 T=16 182.8, S3 T=4 79.4; 128 rows of 128 bytes 183.7 and
+    // 89.5, 64 rows of 512 bytes 182.6 and 80.3. In flight 48 / 64 / 80 / 96 KB: S3 T=4 83.9 / 80.9
+    // / 80.5 / 81.8.
+    {"rows64_tokens16", 64, 128, 64, 128, 16, false, 80 << 10, 80 << 10},
+    // Lists over 16 tokens cut in two read their weights twice. S1 T=256 290.7, S2 82.2; 128 bytes
+    // a
+    // row 295.2 and 83.1, 64 rows 292.2 and 84.2.
+    {"rows128_tokens32", 128, 128, 128, 128, 32, false, 96 << 10, 96 << 10},
+    // And the fused prefill path reads them at less than the full rate: S1 T=320 297, 32 tokens
+    // (as they were) 311, prefill 344; T=512 327, 406 and 351. Runs of 256 bytes leave too few
+    // stages (128 rows) or read the tokens too often (64: T=384 324 against 312).
+    {"rows128_tokens48", 128, 64, 128, 64, 48, false, 96 << 10, 96 << 10},
     // Not taken: a memset node instead of the reset kernel (1.5-2 slower everywhere); building the
     // lists before the reset is waited for, or once with no tokens before the wait, to warm the
-    // instruction cache (no difference); issuing 2, 3 or 4 stages together (no difference).
+    // instruction cache (no difference).
 };
 constexpr int kNumFusedDecodeConfigs = sizeof(kFusedDecodeConfigs) / sizeof(FusedDecodeConfig);
 
@@ -49,24 +49,22 @@ constexpr int kDirectConfig = 0;
 // Pairs that one warp can list (decode_warp_lists.cuh); direct configurations have no other lists.
 constexpr int kMaxWarpPairs = 32;
 
-// Tokens that are always direct, and elements of weights up to which three or four are as well. S2
-// T=4, 38 million: 21.2 / 25.1, else 22.7 / 25.9; S3 T=4, 176 million: 88.9 / 97.8, else 82.7
-// / 84.8.
-constexpr int64_t kAlwaysDirectTokens = 2, kMaxDirectWeights = 40'000'000;
+// Elements of weights that a call reads on average up to which its tiles are direct. 38 million: S1
+// T=1 23.9, else 27.0; S2 T=4 24.6 and 26.2. 44 million: S3 T=1 34.4 and 32.5; 50 million: 32.9 and
+// 31.2 (Qwen3.5-35B T=2).
+constexpr int64_t kMaxDirectWeights = 40'000'000;
 
 // num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
 // expected_rows: rows an expert gets on average.
 constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, int64_t local_pairs,
                                         int64_t expected_rows, int64_t hidden_size,
                                         int64_t intermediate_size) {
-  if (num_pairs <= kMaxWarpPairs && num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens) {
-    const int64_t weights = 3 * local_pairs * hidden_size * intermediate_size;
-    if (num_tokens <= kAlwaysDirectTokens || weights <= kMaxDirectWeights) return kDirectConfig;
+  if (num_pairs <= kMaxWarpPairs && num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens &&
+      3 * local_pairs * hidden_size * intermediate_size <= kMaxDirectWeights) {
+    return kDirectConfig;
   }
-  if (expected_rows > 16) return 4;
-  if (expected_rows > 8) return 3;
-  // At most about three gate_up tiles of 128 rows an SM: smaller ones balance better.
-  return local_pairs * (2 * intermediate_size / 128) <= 384 ? 1 : 2;
+  if (expected_rows <= 8) return 1;
+  return expected_rows <= 16 ? 2 : 3;
 }
 
 }  // namespace moelora

@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   WeightStream<C> weight_stream(k, maps, block);
   // start() asks for at most so many bytes, from the ring's first stage on.
   const bool scratch_lets_start =
-      one_warp_lists || k.shared.scratch >= k.shared.weights + C::kConfig.bytes_in_flight;
+      one_warp_lists || k.shared.scratch >= k.shared.weights + bytes_in_flight<C>(k);
   // The weight warp, as soon as the tiles are known.
   const auto start = [&](const ListTotals& known, auto&& expert_of) {
     if (!scratch_lets_start) return;

@@ -1,57 +1,16 @@
 // Tensor maps of the weights and adapters, made on the host at each launch.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
-#include "../common/launch.h"
+#include "../common/tensor_map.h"
 #include "decode_layout.h"
 
 namespace moelora::fused_decode {
 
-// One dimension: its extent, its stride in elements (the innermost's is 1), and the box's.
-struct MapDim {
-  int64_t extent, stride, box;
-};
-
-inline auto tensor_map_encoder() {
-  // Through the runtime, so that nothing links libcuda.
-  static const auto encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                cudaEnableDefault, &found),
-               "cuTensorMapEncodeTiled");
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
-  return encode;
-}
-
-// Out-of-bounds elements read as zeros. swizzle_bytes: 64 or 128, the bytes of the box's rows.
+// All are read once a call, and leave L2 first.
 template <int kDims>
-CUtensorMap encode_tensor_map(const void* ptr, DType dtype, int swizzle_bytes,
-                              const MapDim (&dims)[kDims]) {
-  cuuint64_t extents[kDims], strides[kDims];
-  cuuint32_t box[kDims], steps[kDims];
-  for (int i = 0; i < kDims; i++) {
-    extents[i] = static_cast<cuuint64_t>(dims[i].extent);
-    box[i] = static_cast<cuuint32_t>(dims[i].box);
-    steps[i] = 1;
-    // A dimension of one element may come with any stride; the driver wants a valid one.
-    const bool single = dims[i].extent == 1;
-    if (i > 0) strides[i - 1] = single ? 16 : static_cast<cuuint64_t>(dims[i].stride) * 2;
-  }
-  CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      kDims, const_cast<void*>(ptr), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    fail("moelora: ", "cuTensorMapEncodeTiled: error ", static_cast<int>(result));
-  }
-  return map;
+CUtensorMap encode_map(const void* ptr, DType dtype, int swizzle_bytes,
+                       const MapDim (&dims)[kDims]) {
+  return encode_tensor_map<kDims>(ptr, dtype, swizzle_bytes, /*evict_first=*/true, dims);
 }
 
 // Stages of more than 64 columns take one copy instruction where the map can step over blocks of 64
@@ -75,41 +34,41 @@ inline CUtensorMap gate_up_weight_map(const FusedDecodeParams& p, int rows, int 
   const int64_t block_stride = interleaved ? 16 * row : 8 * row;
   if (columns > 64 && w13_expert_blocks(p) > 0) {
     const int64_t blocks = (p.num_local_experts - 1) * w13_expert_blocks(p) + inter / 8;
-    return encode_tensor_map<5>(p.w13.ptr, p.dtype, 128,
-                                {{64, 1, 64},
-                                 eight_rows,
-                                 gate_and_up,
-                                 {blocks, block_stride, rows / 16},
-                                 {p.hidden_size / 64, 64, columns / 64}});
+    return encode_map<5>(p.w13.ptr, p.dtype, 128,
+                         {{64, 1, 64},
+                          eight_rows,
+                          gate_and_up,
+                          {blocks, block_stride, rows / 16},
+                          {p.hidden_size / 64, 64, columns / 64}});
   }
-  return encode_tensor_map<5>(p.w13.ptr, p.dtype, 128,
-                              {{p.hidden_size, 1, 64},
-                               eight_rows,
-                               gate_and_up,
-                               {inter / 8, block_stride, rows / 16},
-                               {p.num_local_experts, p.w13.expert_stride, 1}});
+  return encode_map<5>(p.w13.ptr, p.dtype, 128,
+                       {{p.hidden_size, 1, 64},
+                        eight_rows,
+                        gate_and_up,
+                        {inter / 8, block_stride, rows / 16},
+                        {p.num_local_experts, p.w13.expert_stride, 1}});
 }
 inline CUtensorMap down_weight_map(const FusedDecodeParams& p, int rows, int columns) {
   const MapDim down_rows = {p.hidden_size, p.w2.row_stride, rows};
   const MapDim experts = {p.num_local_experts, p.w2.expert_stride, 1};
   if (columns > 64 && w2_folds(p)) {
-    return encode_tensor_map<4>(
+    return encode_map<4>(
         p.w2.ptr, p.dtype, 128,
         {{64, 1, 64}, down_rows, {p.intermediate_size / 64, 64, columns / 64}, experts});
   }
-  return encode_tensor_map<4>(p.w2.ptr, p.dtype, 128,
-                              {{p.intermediate_size, 1, 64}, down_rows, {1, 64, 1}, experts});
+  return encode_map<4>(p.w2.ptr, p.dtype, 128,
+                       {{p.intermediate_size, 1, 64}, down_rows, {1, 64, 1}, experts});
 }
 
 // A of either part: a box holds kShrinkRows rows, split evenly between gate's A and up's.
 inline CUtensorMap shrink_map(const FusedDecodeParams& p, const LoraStack& a, int64_t columns,
                               int rank, int components) {
-  return encode_tensor_map<5>(a.ptr, p.dtype, 128,
-                              {{columns, 1, 64},
-                               {rank, a.row_stride, kShrinkRows / components},
-                               {components, rank * a.row_stride, components},
-                               {a.shared_outer ? 1 : p.num_local_experts, a.expert_stride, 1},
-                               {p.slots.num_slots, a.slot_stride, 1}});
+  return encode_map<5>(a.ptr, p.dtype, 128,
+                       {{columns, 1, 64},
+                        {rank, a.row_stride, kShrinkRows / components},
+                        {components, rank * a.row_stride, components},
+                        {a.shared_outer ? 1 : p.num_local_experts, a.expert_stride, 1},
+                        {p.slots.num_slots, a.slot_stride, 1}});
 }
 
 // gate_up B takes all five dimensions for rank and rows, so slots and experts share the last one:
@@ -122,21 +81,20 @@ inline int64_t gate_up_b_slot_step(const FusedDecodeParams& p) {
 inline CUtensorMap gate_up_b_map(const FusedDecodeParams& p, int rows) {
   const LoraStack& b = p.gate_up_b;
   const int64_t matrices = (p.slots.num_slots - 1) * gate_up_b_slot_step(p) + p.num_local_experts;
-  return encode_tensor_map<5>(
-      b.ptr, p.dtype, 64,
-      {{p.gate_up_rank, 1, kExpandColumns},
-       {8, b.row_stride, 8},
-       {2, p.intermediate_size * b.row_stride, 2},
-       {p.intermediate_size / 8, 8 * b.row_stride, rows / 16},
-       {matrices, p.num_local_experts == 1 ? b.slot_stride : b.expert_stride, 1}});
+  return encode_map<5>(b.ptr, p.dtype, 64,
+                       {{p.gate_up_rank, 1, kExpandColumns},
+                        {8, b.row_stride, 8},
+                        {2, p.intermediate_size * b.row_stride, 2},
+                        {p.intermediate_size / 8, 8 * b.row_stride, rows / 16},
+                        {matrices, p.num_local_experts == 1 ? b.slot_stride : b.expert_stride, 1}});
 }
 inline CUtensorMap down_b_map(const FusedDecodeParams& p, int rows) {
   const LoraStack& b = p.down_b;
-  return encode_tensor_map<4>(p.down_b.ptr, p.dtype, 64,
-                              {{p.down_rank, 1, kExpandColumns},
-                               {p.hidden_size, b.row_stride, rows},
-                               {b.shared_outer ? 1 : p.num_local_experts, b.expert_stride, 1},
-                               {p.slots.num_slots, b.slot_stride, 1}});
+  return encode_map<4>(p.down_b.ptr, p.dtype, 64,
+                       {{p.down_rank, 1, kExpandColumns},
+                        {p.hidden_size, b.row_stride, rows},
+                        {b.shared_outer ? 1 : p.num_local_experts, b.expert_stride, 1},
+                        {p.slots.num_slots, b.slot_stride, 1}});
 }
 
 }  // namespace moelora::fused_decode

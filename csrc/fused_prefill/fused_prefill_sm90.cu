@@ -145,6 +145,9 @@ class PrefillChunk {
     params.max_tiles = sizes_.max_tiles;
     params.z_ready = at<uint32_t>(plan_.z_ready);
     params.z_parts = z_parts();
+    // Adapters' data, like x and z, are read again and again, and stay in L2 then. Without an
+    // adapter it is slower (benchmarks/results/prefill_experiments.txt).
+    params.evict_weights_first = config_.one_tile && has(side);
     const int64_t element = dtype_bytes(layer_.dtype);
     if (has(side)) {
       params.b_ptr = side.b_ptr;
@@ -184,7 +187,7 @@ class PrefillChunk {
 
     PrefillGemmMaps maps = {};
     maps.weights = gate_up_weight_map(layer_.w13, layer_.layout, layer_.num_local_experts, inner,
-                                      hidden, loaded_rows());
+                                      hidden, loaded_rows(), params.evict_weights_first);
     maps.out = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 32);
     launch_prefill_gate_up(maps, params, plan_.config_index, layer_.dtype, stream_);
   }
@@ -203,8 +206,8 @@ class PrefillChunk {
     params.out_columns = static_cast<int32_t>(hidden);
 
     PrefillGemmMaps maps = {};
-    maps.weights =
-        down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner, loaded_rows());
+    maps.weights = down_weight_map(layer_.w2, layer_.num_local_experts, hidden, inner,
+                                   loaded_rows(), params.evict_weights_first);
     maps.tokens = row_maps(at<char>(plan_.z), layer_.dtype, sizes_.max_rows, inner, 64);
     maps.out = row_maps(at<char>(plan_.y), layer_.dtype, sizes_.max_rows, hidden, 64);
     launch_prefill_down(maps, params, plan_.config_index, layer_.dtype, stream_);

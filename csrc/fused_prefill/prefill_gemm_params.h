@@ -49,6 +49,9 @@ struct PrefillGemmParams {
   uint32_t z_parts;
   int32_t weight_blocks;  // blocks of the configuration's weight_rows
   int32_t k_blocks;       // blocks of kBlockColumns
+  // Weights leave L2 first; only where the configuration's experts have one tile, so that they are
+  // read once.
+  bool evict_weights_first;
 
   // gate_up: tile row r is row row_token[first_row + r] of x.
   const void* x_ptr;

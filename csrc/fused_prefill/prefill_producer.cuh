@@ -65,12 +65,11 @@ class Producer {
       fetch_tokens(queue_.peek(n + 1).tile, tokens);
       const LoraUnit first_unit = fetch_unit(item, chunk_ >> 1);
       if (thread_ == kFetcher) publish(n + 2, fetcher);
-      if constexpr (kGateUp) {
-        gather_blocks(item, index);
-      } else if (thread_ == 0) {
-        load_blocks(item);
+      // A copy of the loop for each, because a choice at every load costs half a percent.
+      if (Tile::kConfig.one_tile && p_.evict_weights_first) {
+        fill_blocks<Tile::kConfig.one_tile>(item, index);
       } else {
-        at_.skip(p_.k_blocks);
+        fill_blocks<false>(item, index);
       }
       if (item.adapter_stages > 0) {
         ptx::wait_for_previous_kernel();  // the shrink, whose rank vectors come now
@@ -142,22 +141,34 @@ class Producer {
     return reinterpret_cast<const LoraUnit&>(v);
   }
 
-  // The block's share of the rows, for all of its cluster; the others' come from the others. What
-  // is read once leaves L2 first where this side has adapters, whose data, like x and z, are read
-  // again and again. (Without them that is slower: benchmarks/results/prefill_experiments.txt.)
+  // The item's K blocks.
+  template <bool kEvictFirst>
+  __device__ __forceinline__ void fill_blocks(const GemmItem& item, const int32_t* index) {
+    if constexpr (kGateUp) {
+      gather_blocks<kEvictFirst>(item, index);
+    } else if (thread_ == 0) {
+      load_blocks<kEvictFirst>(item);
+    } else {
+      at_.skip(p_.k_blocks);
+    }
+  }
+
+  // The block's share of the rows, for all of its cluster; the others' come from the others.
+  template <bool kEvictFirst>
   __device__ __forceinline__ void load_weights(const GemmItem& item, int k_block) const {
     const int share = item.tile_idx % Tile::kCluster;
     const uint32_t dst = weights() + share * (Tile::kWeightBytes / Tile::kCluster);
     const int column = k_block * kBlockColumns;
     const int row = item.block * Tile::kWeightRows + share * Tile::kLoadedRows;
     const int expert = item.tile.expert;
+    static_assert(!kEvictFirst || Tile::kCluster == 1);
     if constexpr (Tile::kCluster > 1) {
       if constexpr (kGateUp) {
         sm90::tma_load_pair_5d(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert);
       } else {
         sm90::tma_load_pair_3d(dst, &maps_.weights, full(), column, row, expert);
       }
-    } else if (Tile::kConfig.one_tile && p_.rank > 0) {
+    } else if constexpr (kEvictFirst) {
       if constexpr (kGateUp) {
         ptx::tma_load_5d(dst, &maps_.weights, full(), column, 0, 0, row / 16, expert, evict_first_);
       } else {
@@ -173,6 +184,7 @@ class Producer {
   }
 
   // gate_up: weights by TMA, rows of x by cp.async of all 128 threads, eight a row.
+  template <bool kEvictFirst>
   __device__ __forceinline__ void gather_blocks(const GemmItem& item, const int32_t* index) {
     uint32_t token[Tile::kMaxSteps];
 #pragma unroll
@@ -184,7 +196,7 @@ class Producer {
       wait_empty();
       if (thread_ == 0) {
         ptx::mbarrier_arrive_expect_tx(full(), Tile::kWeightBytes);
-        load_weights(item, k_block);
+        load_weights<kEvictFirst>(item, k_block);
       }
       const uint32_t dst = weights() + Tile::kWeightBytes + place();
       if (k_block < whole_blocks) {
@@ -211,6 +223,7 @@ class Producer {
   }
 
   // down: weights and rows of z by TMA, all by thread 0, whose arrivals stand for the others'.
+  template <bool kEvictFirst>
   __device__ __forceinline__ void load_blocks(const GemmItem& item) {
     const TokenTile& tile = item.tile;
     ptx::fence_proxy_async_global();  // z was waited for by loads, and is read by TMA
@@ -218,7 +231,7 @@ class Producer {
       wait_empty();
       sm90::mbarrier_arrive_many(full(), kGroupThreads);
       ptx::mbarrier_arrive_expect_tx(full(), Tile::kWeightBytes + tile.rows * kRowBytes);
-      load_weights(item, k_block);
+      load_weights<kEvictFirst>(item, k_block);
       uint32_t dst = weights() + Tile::kWeightBytes;
       int row = 0;
       for (; row + 64 <= tile.rows; row += 64, dst += 64 * kRowBytes) {

@@ -34,9 +34,24 @@ def lora(slots, rank):
     )
 
 
+@pytest.mark.parametrize(
+    ("config", "most_tokens"),
+    [("rows32_direct", 1), ("rows64_tokens16", 128), ("rows128_tokens32", 256), ("rows128_tokens48", 512)],
+)
+def test_decode_tiles_by_token_count(config, most_tokens):
+    assert explain(most_tokens).startswith(f"fused_decode ({config}")
+    assert config not in explain(most_tokens + 1)
+
+
+def test_few_weights_are_direct_up_to_four_tokens():
+    """A quarter of the experts: 9.4 million elements of weights a token on average"""
+    assert "direct" in explain(4, num_experts=4 * E)
+    assert "direct" not in explain(5, num_experts=4 * E)
+
+
 def test_paths_by_token_count():
     assert explain(256).startswith("fused_decode (")
-    assert explain(512).startswith("fused_decode (rows128_tokens48")
+    assert explain(512).startswith("fused_decode (")
     assert explain(513).startswith("fused_prefill (")
     assert explain(257, stream_mode="single").startswith("decomposed (")
     assert "do_finalize" in explain(257, do_finalize=False)

@@ -60,6 +60,15 @@ def test_few_tokens_of_as_many_adapters(device, dtype, tokens, rank):
     check(layer.with_(topk_ids=ids), lora, torch.where(adapter_ids % 2 == 0, -1, adapter_ids))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+def test_few_tokens_of_large_experts(device, dtype, tokens):
+    """As few pairs as direct tiles take, but weights that are too many for them"""
+    layer, lora, adapter_ids = make(tokens, device, dtype, MODEL_SHAPES["gpt_oss_20b"], slots=2, rank=16)
+    assert "rows64_tokens16" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+    check(layer, **layer.biases)
+    check(layer, lora, torch.arange(tokens, device=device, dtype=torch.int32) % 3 - 1, **layer.biases)
+
+
 @pytest.mark.parametrize("hidden", [120, 768, 1000, 1280, 1544])
 @pytest.mark.parametrize("tokens", [1, 4, 9, 90])
 def test_few_tokens_of_every_number_of_stages(device, dtype, tokens, hidden):
@@ -87,32 +96,50 @@ def test_few_rows_an_expert_with_one_adapter(device, dtype, tokens):
     check(layer, lora, torch.zeros_like(adapter_ids))
 
 
-@pytest.mark.parametrize("rows", [[47, 48, 49, 97, 0, 15], [1, 33, 200, 3, 1, 18]])
+@pytest.mark.parametrize(
+    ("tile", "rows"),
+    [
+        (16, [15, 16, 17, 0, 1, 33, 3, 2, 1, 0, 1, 2]),
+        (32, [31, 32, 33, 0, 1, 3, 2]),
+        (32, [5, 66, 1, 4, 0, 3, 1]),
+        (48, [47, 48, 49, 97, 0, 15]),
+        (48, [1, 33, 200, 3, 1, 18]),
+    ],
+)
 @pytest.mark.parametrize("slots", [1, 40])
-def test_lists_of_about_48_rows(device, dtype, rows, slots):
-    """Lists that are cut or just not, of one adapter's rows and of many's; up to 256 tokens take any adapters"""
-    layer, lora, adapter_ids = make(256, device, dtype, Shape(136, 200, len(rows), 1), slots=slots, rank=24)
-    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+def test_lists_of_about_a_tiles_rows(device, dtype, tile, rows, slots):
+    """Lists that are cut or just not: of one adapter's rows and others, of its rows alone, and of many's"""
+    tokens = sum(rows)
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, len(rows), 1), slots=slots, rank=24)
+    assert f"tokens{tile}" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
     ids = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(rows))
-    ids = ids[torch.randperm(256, generator=torch.Generator().manual_seed(0))].to(device)
+    ids = ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(0))].to(device)
     layer = layer.with_(topk_ids=ids[:, None].contiguous())
     check(layer)
     check(layer, lora, adapter_ids)
+    check(layer, lora, torch.zeros_like(adapter_ids))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tiles_of_48_rows_in_every_layout(device, dtype, layout):
-    layer, lora, adapter_ids = make(100, device, dtype, Shape(136, 200, 4, 1), rank=24)
+@pytest.mark.parametrize(("tokens", "tile"), [(30, 16), (50, 32), (100, 48)])
+def test_every_tile_in_every_layout(device, dtype, tokens, tile, layout):
+    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 4, 1), rank=24)
+    assert f"tokens{tile}" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
     options = {"gate_up_layout": layout, "activation": ACTIVATIONS[LAYOUTS.index(layout)], **layer.biases}
     check(layer, lora, adapter_ids, **options)
     check(layer, lora, adapter_ids, apply_router_weight_on_input=True, **options)
 
 
-@pytest.mark.parametrize(("tokens", "slots"), [(256, 1), (256, 64), (512, 1)])
-def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens, slots):
-    """4,096 pairs, 32 rows an expert; of 64 adapters more than 2,048 (expert, adapter) runs"""
-    layer, lora, adapter_ids = make(tokens, device, dtype, Shape(136, 200, 128, 4096 // tokens), slots=slots, rank=8)
-    assert "tokens48" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "tile"),
+    [(256, slots, experts, tile) for slots in (1, 64) for experts, tile in ((128, 48), (256, 32), (512, 16))]
+    + [(512, 1, 128, 48)],
+)
+def test_the_most_pairs_of_the_one_kernel_path(device, dtype, tokens, slots, experts, tile):
+    """4,096 pairs, 8 to 32 rows an expert; of 64 adapters more than 2,048 (expert, adapter) runs"""
+    shape = Shape(136, 200, experts, 4096 // tokens)
+    layer, lora, adapter_ids = make(tokens, device, dtype, shape, slots=slots, rank=8)
+    assert f"tokens{tile}" in moelora.explain(*layer.arguments, lora=lora, adapter_ids=adapter_ids)
     check(layer)
     check(layer, lora, adapter_ids)
     check(layer, lora, torch.zeros_like(adapter_ids))

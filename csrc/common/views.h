@@ -59,6 +59,11 @@ struct WeightMatrix {
   Kind kind;
   int32_t num_cols;  // K
 
+  // 0 where there is nothing to read.
+  MOELORA_HOST_DEVICE int element_bytes() const {
+    if (kind == Kind::kOne) return 0;
+    return kind == Kind::kBFloat16 ? 2 : 4;
+  }
   MOELORA_HOST_DEVICE float operator()(int64_t pair) const {
     if (kind == Kind::kOne) return 1.0f;
     const int64_t at = (pair / num_cols) * row_stride + (pair % num_cols) * col_stride;

@@ -147,9 +147,9 @@ struct SharedLayout {
 };
 
 constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
-// What a block can have, less what the weighted sum and the next call's first kernel take to wait
-// beside this one.
-constexpr int kMaxSharedBytes = 232448 - 1280 - 1024;
+// What a block can have, less what a block of the weighted sum and one of the next call's first
+// kernel take to wait beside this one, though they use none.
+constexpr int kMaxSharedBytes = 232448 - 2 * 1024;
 
 template <class C>
 constexpr SharedLayout shared_layout(int pairs, int experts, int items, bool has_lora) {

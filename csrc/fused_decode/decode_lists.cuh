@@ -82,9 +82,8 @@ __device__ __forceinline__ void prefetch_list_inputs(const KernelParams& k, bool
   if (tid < k.num_pairs()) {
     const int token = k.token_of(tid), column = tid - token * p.top_k;
     prefetch(p.ids.ptr, element_index(p.ids, token, column), p.ids.element_bytes());
-    if (weights && p.weights.kind != WeightMatrix::Kind::kOne) {
-      prefetch(p.weights.ptr, element_index(p.weights, token, column),
-               p.weights.kind == WeightMatrix::Kind::kBFloat16 ? 2 : 4);
+    if (weights && p.weights.element_bytes() > 0) {
+      prefetch(p.weights.ptr, element_index(p.weights, token, column), p.weights.element_bytes());
     }
   }
   if (k.has_lora() && p.slots.adapter_ids_ptr != nullptr && tid < p.num_tokens) {
@@ -165,13 +164,17 @@ struct ListTotals {
   int is_cut;  // an expert has more than one item
 };
 
+// Items of a list of so many entries.
+template <int kMaxTokens>
+__device__ __forceinline__ uint32_t items_of(uint32_t entries) {
+  return (entries + kMaxTokens - 1) / kMaxTokens;
+}
+
 // One warp: the experts' bases.
 template <int kMaxTokens>
 __device__ __forceinline__ void place_experts(const Scratch& s, int experts, ListTotals& totals,
                                               int lane) {
-  const auto size = [](uint32_t count) {
-    return pack_base(count, (count + kMaxTokens - 1) / kMaxTokens);
-  };
+  const auto size = [](uint32_t count) { return pack_base(count, items_of<kMaxTokens>(count)); };
   uint32_t before = 0, most = 0;
 #pragma unroll 1
   for (int first = 0; first < experts; first += 128) {
@@ -350,7 +353,7 @@ __device__ __forceinline__ void build_lists(const KernelParams& k, const Lists& 
 #pragma unroll 1
       for (int e = tid % 32; e < p.num_local_experts; e += 32) {
         const int begin = base_item(s.bases[e]);
-        const int end = begin + (static_cast<int>(s.counts[e]) + kMaxTokens - 1) / kMaxTokens;
+        const int end = begin + static_cast<int>(items_of<kMaxTokens>(s.counts[e]));
         if (begin <= item && item < end) expert = e;
       }
       return __reduce_max_sync(~0u, expert);

@@ -294,49 +294,53 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
+constexpr int kSumThreads = 256;
+
 // out[t] = routed_scaling_factor * sum of w y over the token's local pairs, in order; 8 columns a
-// thread.
+// thread. Every warp holds the token's weights, a pair a lane, so that blocks wait for the kernel
+// above beside it: it leaves them no shared memory.
 template <class T>
-__global__ void __launch_bounds__(256) weighted_sum_kernel(const __grid_constant__ KernelParams k) {
-  __shared__ float weights[kMaxTopK];
-  __shared__ bool local[kMaxTopK];
+__global__ void __launch_bounds__(kSumThreads)
+    weighted_sum_kernel(const __grid_constant__ KernelParams k) {
+  static_assert(kMaxTopK <= 32, "a lane for each pair");
   ptx::launch_dependents();
   const FusedDecodeParams& p = k.p;
-  const int column = (blockIdx.x * 256 + threadIdx.x) * 8;
-  const int token = blockIdx.y;
+  const int column = (blockIdx.x * kSumThreads + threadIdx.x) * 8;
+  const int token = blockIdx.y, lane = threadIdx.x % 32;
   // Complete already: the kernel before was past its own wait when it let this one start.
-  if (threadIdx.x < p.top_k) {
-    const int j = threadIdx.x;
-    local[j] = local_expert(p, token, j) < static_cast<uint32_t>(p.num_local_experts);
-    weights[j] = !local[j] ? 0.0f : p.weight_on_input ? 1.0f : matrix_element(p.weights, token, j);
+  bool is_local = false;
+  float weight = 1.0f;
+  if (lane < p.top_k) {
+    is_local = local_expert(p, token, lane) < static_cast<uint32_t>(p.num_local_experts);
+    if (!p.weight_on_input) weight = matrix_element(p.weights, token, lane);
   }
-  __syncthreads();
+  const uint32_t locals = __ballot_sync(~0u, is_local);
   ptx::wait_for_previous_kernel();
-  if (column >= p.hidden_size) return;
-  const T* y = static_cast<const T*>(k.y) + int64_t{token} * p.top_k * p.hidden_size + column;
+  const int hidden = static_cast<int>(p.hidden_size);
+  const bool inside = column < hidden;
+  const T* y = static_cast<const T*>(k.y) + int64_t{token} * p.top_k * hidden + column;
   float sum[8] = {};
   constexpr int kBatch = 8;  // loads in flight
+#pragma unroll 1
   for (int first = 0; first < p.top_k; first += kBatch) {
     uint4 rows[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
       const int j = first + i;
-      rows[i] = j < p.top_k && local[j] ? ptx::load_cg_16(y + int64_t{j} * p.hidden_size)
-                                        : make_uint4(0, 0, 0, 0);
+      rows[i] = inside && (locals >> j & 1) != 0 ? ptx::load_cg_16(y + j * hidden)
+                                                 : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
-      if (first + i >= p.top_k) break;
-      const float w = weights[first + i];
-      const uint32_t words[4] = {rows[i].x, rows[i].y, rows[i].z, rows[i].w};
+      if ((locals >> (first + i) & 1) == 0) continue;
+      const float w = __shfl_sync(~0u, weight, first + i);
+      float values[8];
+      unpack8<T>(rows[i], values);
 #pragma unroll
-      for (int c = 0; c < 4; c++) {
-        const float2 v = ptx::unpack2<T>(words[c]);
-        sum[2 * c] += w * v.x;
-        sum[2 * c + 1] += w * v.y;
-      }
+      for (int c = 0; c < 8; c++) sum[c] += w * values[c];
     }
   }
+  if (!inside) return;
   const float scale = p.routed_scaling_factor;
   uint4 out;
   out.x = ptx::pack2<T>(scale * sum[0], scale * sum[1]);

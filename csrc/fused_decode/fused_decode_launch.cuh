@@ -82,9 +82,9 @@ void launch_config(const FusedDecodeParams& p, cudaStream_t stream) {
   config.shared_bytes = shared.bytes;
   launch_kernel("fused_decode", kernel, config, maps, k);
   if (C::kDirect) return;
-  config.grid = dim3(static_cast<unsigned>(ceil_div(p.hidden_size, 8 * 256)),
+  config.grid = dim3(static_cast<unsigned>(ceil_div(p.hidden_size, 8 * kSumThreads)),
                      static_cast<unsigned>(p.num_tokens));
-  config.block = dim3(256);
+  config.block = dim3(kSumThreads);
   config.shared_bytes = 0;
   launch_kernel("fused_decode: weighted sum", weighted_sum_kernel<T>, config, k);
 }

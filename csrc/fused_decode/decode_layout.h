@@ -147,8 +147,8 @@ struct SharedLayout {
 };
 
 constexpr int kBarrierBytes = 1024;  // stage and queue barriers, the queue, scalars
-// What a block can have, less what a block of the weighted sum and one of the next call's first
-// kernel take to wait beside this one, though they use none.
+// What a block can have, less the KB that every block takes, even one that uses none, for a block
+// of the weighted sum and one of the next call's first kernel to wait beside this one.
 constexpr int kMaxSharedBytes = 232448 - 2 * 1024;
 
 template <class C>

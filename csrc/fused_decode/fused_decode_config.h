@@ -23,16 +23,15 @@ struct FusedDecodeConfig {
 // ninth session); S1, S2 and S3 as in performance.md, with an adapter of rank 16 unless it says
 // none.
 constexpr FusedDecodeConfig kFusedDecodeConfigs[] = {
-    // Small tiles to fill 132 SMs, and direct. In flight 48 / 64 / 80 KB: S1 T=1 23.8 / 24.5 /
-    // 25.1, none 21.9 / 21.3 / 21.5.
+    // Small tiles to fill 132 SMs, and direct. In flight 48 / 64 / 80 KB: S1 T=1 23.8 / 24.4 /
+    // 25.1, none 22.0 / 21.4 / 21.5.
     {"rows32_direct", 32, 256, 16, 256, 4, true, 64 << 10, 48 << 10},
     // Runs of 256 bytes a weight row: S1 T=16 182.8, S3 T=4 79.4; 128 rows of 128 bytes 183.7 and
     // 89.5, 64 rows of 512 bytes 182.6 and 80.3. In flight 48 / 64 / 80 / 96 KB: S3 T=4 83.9 / 80.9
     // / 80.5 / 81.8.
     {"rows64_tokens16", 64, 128, 64, 128, 16, false, 80 << 10, 80 << 10},
-    // Lists over 16 tokens cut in two read their weights twice. S1 T=256 290.7, S2 82.2; 128 bytes
-    // a
-    // row 295.2 and 83.1, 64 rows 292.2 and 84.2.
+    // Lists over 16 tokens cut in two read their weights twice. S1 T=256 292.1, S2 82.2; with runs
+    // of 128 bytes 295.2 and 83.1, with 64 rows 292.2 and 84.2.
     {"rows128_tokens32", 128, 128, 128, 128, 32, false, 96 << 10, 96 << 10},
     // And the fused prefill path reads them at less than the full rate: S1 T=320 297, 32 tokens
     // (as they were) 311, prefill 344; T=512 327, 406 and 351. Runs of 256 bytes leave too few

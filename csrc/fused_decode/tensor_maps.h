@@ -6,7 +6,7 @@
 
 namespace moelora::fused_decode {
 
-// All are read once a call, and leave L2 first.
+// All but an A or B of all experts are read once a call; all leave L2 first.
 template <int kDims>
 CUtensorMap encode_map(const void* ptr, DType dtype, int swizzle_bytes,
                        const MapDim (&dims)[kDims]) {

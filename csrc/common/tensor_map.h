@@ -32,9 +32,9 @@ inline auto tensor_map_encoder() {
 }
 
 // Of 16-bit elements; out-of-bounds ones read as zeros. swizzle_bytes: 64 or 128, the bytes of the
-// box's rows. evict_first: meant for loads whose data leave L2 first; more than the 128 bytes of a
-// box's row fetched for those costs 2 to 5 % of the read bandwidth, and less than 256 for others up
-// to 1 % (benchmarks/results/decode_tuning.txt, prefill_experiments.txt, ninth session).
+// box's rows. evict_first: meant for loads whose data leave L2 first. Fetching 256 bytes at a time
+// for those costs 2 to 5 % of the read bandwidth; fetching 128 for others costs up to 1 %
+// (benchmarks/results/decode_tuning.txt, prefill_experiments.txt, ninth session).
 template <int kDims>
 CUtensorMap encode_tensor_map(const void* ptr, DType dtype, int swizzle_bytes, bool evict_first,
                               const MapDim (&dims)[kDims]) {

@@ -94,6 +94,9 @@ struct Tiles {
   static_assert(kWeightBytes % 1024 == 0 && kTokenBytes % 16 == 0, "TMA and ldmatrix alignment");
   static_assert(kMaxTokens * kExpandPitch <= kTokenBytes, "rank vectors fit a stage");
   static_assert(kShrinkRows * 64 * 2 <= kWeightBytes, "a shrink stage fits");
+  static_assert(kConfig.bytes_in_flight >= kWeightBytes &&
+                    kConfig.bytes_in_flight_with_lora >= kWeightBytes,
+                "a stage may always be asked for");
   static_assert(!kDirect || kDownRows == 16, "one fragment of rows a direct tile");
   static_assert(!kDirect || kMaxTokens == kMaxDirectTokens, "a column a token");
 };
@@ -232,9 +235,9 @@ inline bool has_down_lora(const FusedDecodeParams& p) {
 // The tile configuration that the call's shapes pick.
 inline int config_index(const FusedDecodeParams& p) {
   const int64_t pairs = p.num_tokens * p.top_k;
-  return fused_decode_config_index(p.num_tokens, pairs, pairs * p.num_local_experts / p.num_experts,
-                                   ceil_div(pairs, p.num_experts), p.hidden_size,
-                                   p.intermediate_size);
+  const int64_t expert_weights = 3 * p.hidden_size * p.intermediate_size;
+  return fused_decode_config_index(p.num_tokens, pairs, ceil_div(pairs, p.num_experts),
+                                   pairs * p.num_local_experts * expert_weights / p.num_experts);
 }
 
 inline Workspace workspace_layout(const FusedDecodeParams& p, int config_index) {

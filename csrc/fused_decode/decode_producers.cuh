@@ -22,10 +22,10 @@ class WeightStream {
       : k(k), maps(maps), block(block), policy(ptx::evict_first_policy()) {}
 
   // Before run(), and before there are lists: asks for the first weights of the first tile, a
-  // gate_up tile of this expert.
-  __device__ __forceinline__ void start(const Tile& gate_up_tile, int expert) {
+  // gate_up tile of this expert, in at most so many stages from the ring's first on.
+  __device__ __forceinline__ void start(const Tile& gate_up_tile, int expert, int free_stages) {
     count_from(k.p.hidden_size, C::kGateUpColumns);
-    const int most = min(bytes_in_flight<C>(k) / C::kWeightBytes, block.ring.stages);
+    const int most = min(bytes_in_flight<C>(k) / C::kWeightBytes, free_stages);
     started_columns = min(static_cast<int>(k.p.hidden_size), most * C::kGateUpColumns);
     gate_up_rows(expert, gate_up_tile.block, 0, started_columns);
   }
@@ -97,9 +97,9 @@ class WeightStream {
   __device__ __forceinline__ void count_stage() {
     if (stages_before_ticket-- == 0) take_ticket();
   }
-  // Waits until a stage of `bytes` can join those whose weights are on their way. With the whole
-  // ring on its way every other access queues behind it: the last gate_up tiles' weights behind
-  // other blocks' W2, and whatever one block waits for of another behind both.
+  // Waits until a stage of `bytes` can join those whose weights are on their way. With all of a
+  // large ring on its way every other access queues behind it: the last gate_up tiles' weights
+  // behind other blocks' W2, and whatever one block waits for of another behind both.
   __device__ __forceinline__ void limit_in_flight(int bytes) {
     const int stages = block.ring.stages;
     const int most = bytes == 0 ? stages : min(bytes_in_flight<C>(k) / bytes, stages);

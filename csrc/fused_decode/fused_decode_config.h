@@ -48,18 +48,17 @@ constexpr int kDirectConfig = 0;
 // Pairs that one warp can list (decode_warp_lists.cuh); direct configurations have no other lists.
 constexpr int kMaxWarpPairs = 32;
 
-// Elements of weights that a call reads on average up to which its tiles are direct. 38 million: S1
-// T=1 23.9, else 27.0; S2 T=4 24.6 and 26.2. 44 million: S3 T=1 34.4 and 32.5; 50 million: 32.9 and
-// 31.2 (Qwen3.5-35B T=2).
+// Elements of weights that a call's local pairs read on average up to which its tiles are direct.
+// 38 million: S1 T=1 23.9, else 27.0; S2 T=4 24.6 and 26.2. 44 million: S3 T=1 34.0 and 32.5; 50
+// million: 32.9 and 31.3 (Qwen3.5-35B T=2).
 constexpr int64_t kMaxDirectWeights = 40'000'000;
 
-// num_pairs: T * top_k. local_pairs: (token, expert) pairs that are local on average.
-// expected_rows: rows an expert gets on average.
-constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs, int64_t local_pairs,
-                                        int64_t expected_rows, int64_t hidden_size,
-                                        int64_t intermediate_size) {
+// num_pairs: T * top_k. expected_rows: rows an expert gets on average. local_weights: elements of
+// weights that the local pairs read on average.
+constexpr int fused_decode_config_index(int64_t num_tokens, int64_t num_pairs,
+                                        int64_t expected_rows, int64_t local_weights) {
   if (num_pairs <= kMaxWarpPairs && num_tokens <= kFusedDecodeConfigs[kDirectConfig].max_tokens &&
-      3 * local_pairs * hidden_size * intermediate_size <= kMaxDirectWeights) {
+      local_weights <= kMaxDirectWeights) {
     return kDirectConfig;
   }
   if (expected_rows <= 8) return 1;

@@ -258,17 +258,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     ticket = static_cast<int>(atomicInc(k.counters + kTicketCounter, INT32_MAX));
   }
   WeightStream<C> weight_stream(k, maps, block);
-  // start() asks for at most so many bytes, from the ring's first stage on.
-  const bool scratch_lets_start =
-      one_warp_lists || k.shared.scratch >= k.shared.weights + bytes_in_flight<C>(k);
+  // The others lie under the lists' scratch.
+  const int free_stages =
+      one_warp_lists ? k.shared.stages : (k.shared.scratch - k.shared.weights) / C::kWeightBytes;
   // The weight warp, as soon as the tiles are known.
   const auto start = [&](const ListTotals& known, auto&& expert_of) {
-    if (!scratch_lets_start) return;
     block.plan = Plan<C::kDirect>::template make<C>(k, known);
     const Tile tile = block.plan.tile(__shfl_sync(~0u, ticket, 0));
     if (tile.kind != TileKind::kGateUp) return;
     const int expert = expert_of(tile.index);
-    if (lane == 0) weight_stream.start(tile, expert);
+    if (lane == 0) weight_stream.start(tile, expert, free_stages);
   };
   if (one_warp_lists) {
     if (warp == kWeightWarp) {
@@ -327,7 +326,7 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int i = 0; i < kBatch; i++) {
       const int j = first + i;
-      rows[i] = inside && (locals >> j & 1) != 0 ? ptx::load_cg_16(y + j * hidden)
+      rows[i] = inside && (locals >> j & 1) != 0 ? ptx::load_cg_16(y + int64_t{j} * hidden)
                                                  : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
